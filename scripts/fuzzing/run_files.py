@@ -34,7 +34,7 @@ class RunFileTarget(FuzzTarget):
 
     name: ClassVar[str] = "run-files"
     first_check: ClassVar[str] = "the file is TOML, JSON, or a line of actions for each rank"
-    first_refusals: ClassVar[str] = r"is not valid TOML|is not UTF-8|nvalid JSON|is no action|cannot read|is not JSON"
+    first_refusals: ClassVar[str] = r"is not (valid TOML|UTF-8|an action|JSON)|nvalid JSON|cannot read"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

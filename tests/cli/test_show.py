@@ -386,7 +386,7 @@ def test_no_title_of_a_pipeline_is_html(tmp_path: Path) -> None:
         (["--durations", "F=nan"], r"'F=nan' is not a duration"),
         (["--durations", "B=inf"], r"'B=inf' is not a duration"),
         (["--durations", "M=-1"], r"'M=-1' is not a duration"),
-        (["--schedule", "zb-v", "--chunks", "3"], r"holds 3 chunks, but 2 with the schedule 'zb-v'; give 2 chunks$"),
+        (["--schedule", "zb-v", "--chunks", "3"], r"schedule 'zb-v' has 2 chunks a rank, not 3; give 2$"),
         (["--schedule", "nothing.csv"], r"no schedule 'nothing.csv'; use one of gpipe, .*, dualpipe-v, or a file$"),
     ],
 )

@@ -58,14 +58,14 @@ from dataclasses import replace
 from torch import nn
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import RankVocabularyShard
 
-of_spec = RankVocabularyShard.of_spec
+from_spec = RankVocabularyShard.from_spec
 
 def in_15_bits(spec, dim, *, group):
-    shard = of_spec(spec, dim, group=group)
+    shard = from_spec(spec, dim, group=group)
     shift = shard.start - shard.start % 2**15
     return replace(shard, start=shard.start - shift, stop=shard.stop - shift)
 
-RankVocabularyShard.of_spec = staticmethod(in_15_bits)
+RankVocabularyShard.from_spec = staticmethod(in_15_bits)
 
 class Large(nn.Module):
     def __init__(self, vocab_size):

@@ -195,7 +195,7 @@ def test_blocks_see_buffers_and_random_numbers_of_their_forward(policy: str, ret
     ("owner", "name", "fault"),
     [
         (recompute, "_buffers_of", lambda block: []),
-        (recompute._RandomStates, "of_block", lambda self, block: []),
+        (recompute._RandomStates, "block_states", lambda self, block: []),
         (kept_products.KeptProducts, "copy_before_writing", lambda self, tensors: None),
     ],
 )
@@ -256,7 +256,7 @@ def test_bad_settings(tmp_path: Path) -> None:
         ("memory.recompute=some",): "memory.recompute",
         ("memory.every=2",): "memory.every = 2 has no effect",
         ("memory.recompute=every-k", "memory.every=0"): "memory.every",
-        ("memory.recompute=auto", "memory.budget=eight"): "'eight' is no number of bytes; write for instance 512MiB",
+        ("memory.recompute=auto", "memory.budget=eight"): "'eight' is not a number of bytes; write for instance 512MiB",
         ("memory.recompute=full", "memory.budget=8GiB"): "memory.budget = 8589934592 has no effect",
     }.items():
         with pytest.raises(InputError, match=re.escape(text)):

@@ -124,7 +124,7 @@ UNSPLIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "positions by length": (lambda: StreamModel(lambda: StreamBlock(add_positions)), "blocks.0"),
     "attention in the block": (lambda: StreamModel(lambda: StreamBlock(attend)), "blocks.0"),
     "noise": (lambda: StreamModel(lambda: StreamBlock(noisy)), "blocks.0"),
-    "between blocks": (ScaledBetweenBlocks, "blocks.1 does not read what the block before it returns"),
+    "between blocks": (ScaledBetweenBlocks, "blocks.1 does not read the output of the block before it"),
     "first token": (ReadsFirstToken, "something outside of the blocks reads"),
     "auxiliary loss": (lambda: AuxiliaryLoss(LossBlock), "something outside of the blocks reads"),
     "gradient by length": (lambda: StreamModel(lambda: StreamBlock(detach_half)), "the gradient of"),

@@ -64,7 +64,7 @@ def test_half_of_torchrun_is_refused(missing: str) -> None:
         ("LOCAL_RANK", "4", "local rank 4 of 4"),
         ("LOCAL_WORLD_SIZE", "9", "local rank 1 of 9"),
         ("SLURM_NODELIST", "", "SLURM_NODELIST is not set"),
-        ("SLURM_NODELIST", "node[1-", "no list of nodes"),
+        ("SLURM_NODELIST", "node[1-", "is not a list of nodes"),
         ("SLURM_TASKS_PER_NODE", "two", "not of the form"),
         ("SLURM_NODEID", "3", "has 3 nodes"),
         ("SLURM_LOCALID", "2", "local rank 2 of 2"),

@@ -215,7 +215,7 @@ INT8 = {"compress_gradients": "int8"}
         (
             {"all_gather": "auto"},
             ONE,
-            "communication.all_gather = 'auto' takes what is cheapest on a network that is not",
+            "communication.all_gather = 'auto' takes the cheapest algorithm of a network that is not",
         ),
         ({"cluster": SLOW}, ONE, "communication.cluster = 'two-hosts-200mbit' has no effect where the backend chooses"),
         ({"cluster": "moon", "all_reduce": "auto"}, ONE, "communication.cluster = 'moon': .*moon"),

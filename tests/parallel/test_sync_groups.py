@@ -154,7 +154,7 @@ def test_each_operation_has_a_conjugate() -> None:
 def test_ranks_of_a_replica_and_of_a_part_of_the_module() -> None:
     layout = make_layout({"pp": 2, "dp": 4, "tp": 2}, 1)
     assert module_part_groups(layout.dims) == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
-    replicas = replace(layout, sharding=replace(layout.sharding, shards=2)).of_replica()
+    replicas = replace(layout, sharding=replace(layout.sharding, shards=2)).replica_layout()
     assert replicas.dims.ranks == replicas.sharding.ranks == 2
 
 

@@ -75,7 +75,7 @@ def _losses(group: RankGroup, vocab: int, dtype: torch.dtype, scale: float, faul
     whole[0] *= scale
     targets, weights = torch.randint(0, vocab, (20,)), torch.rand(20)
     weights[::3] = 0.0
-    shard = FAULTS[fault](RankVocabularyShard.of_spec(spec_of((vocab, 6), group), 0, group=group))
+    shard = FAULTS[fault](RankVocabularyShard.from_spec(spec_of((vocab, 6), group), 0, group=group))
     plain = [x.clone().requires_grad_() for x in whole]
     local = [x.requires_grad_() for x in (whole[0].clone(), cut(whole[1], group), cut(whole[2], group))]
     expected = loss.linear_cross_entropy(*plain, targets=targets, weights=weights) * 0.5
@@ -125,7 +125,7 @@ def test_a_planted_fault_is_seen(ranks: Ranks, fault: str, scale: float, wrong: 
 
 
 def _outside(group: RankGroup) -> None:
-    shard = RankVocabularyShard.of_spec(spec_of((5,), group), 0, group=group)
+    shard = RankVocabularyShard.from_spec(spec_of((5,), group), 0, group=group)
     loss.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 5]), torch.ones(2), vocabulary=shard)
 
 
@@ -136,7 +136,7 @@ def test_a_target_that_no_rank_has_is_refused(ranks: Ranks) -> None:
 
 def _gathered(group: RankGroup, vocab: int) -> bool:
     scores = torch.arange(6.0 * vocab).view(3, 2, vocab)
-    shard = RankVocabularyShard.of_spec(spec_of((vocab,), group), 0, group=group)
+    shard = RankVocabularyShard.from_spec(spec_of((vocab,), group), 0, group=group)
     local = cut(scores.movedim(-1, 0) - 1, group).movedim(0, -1) + 1  # padding is 1
     return torch.equal(shard.gather_logits(local), scores)
 
@@ -148,7 +148,7 @@ def test_gathered_logits_are_whole(ranks: Ranks, vocab: int) -> None:
 
 def _separates(group: RankGroup) -> bool:
     module = nn.Linear(1, 1)
-    set_vocabulary_shard(module, RankVocabularyShard.of_spec(spec_of((4,), group), 0, group=group))
+    set_vocabulary_shard(module, RankVocabularyShard.from_spec(spec_of((4,), group), 0, group=group))
     return separates_documents(
         module,
         lambda batch: torch.ones(*batch.tokens.shape, 2),

@@ -212,8 +212,8 @@ class ProjectionAfterwards(UserModel):
         (UserModel(lambda x: x.flip(-1)), "the logits depend on the vocabulary of other ranks"),
         (UserModel(set_one), "the logits depend on the vocabulary of other ranks"),
         (TwiceCalled(), "is called several times in a forward"),
-        (ScaledAfterwards(), "the gradient of mix.weight, which comes after it, is another on shards"),
-        (UserModel(torch.detach), "what comes after it has no gradient"),
+        (ScaledAfterwards(), "the gradient of mix.weight, which comes after it, differs on shards"),
+        (UserModel(torch.detach), "the computation after it has no gradient"),
         (BiasAfterwards(), "the forward of a shard fails at test_vocabulary_proof.py:"),
     ],
 )

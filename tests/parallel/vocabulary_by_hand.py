@@ -74,5 +74,5 @@ def split_vocabulary(module: nn.Module, group: RankGroup, size: int, *, has_head
         if isinstance(inner, nn.Linear) and inner.out_features == size:
             copy_input(inner, group)
     if has_head:
-        set_vocabulary_shard(module, RankVocabularyShard.of_spec(spec_of((size,), group), 0, group=group))
+        set_vocabulary_shard(module, RankVocabularyShard.from_spec(spec_of((size,), group), 0, group=group))
     return names

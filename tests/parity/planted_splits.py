@@ -252,7 +252,7 @@ def padding_of_the_vocabulary_is_counted(rank: int) -> Patch:
     def padded(shard: RankVocabularyShard, *_: Any) -> RankVocabularyShard:
         return replace(shard, stop=shard.start + -(-shard.size // shard.group.world))
 
-    return changed(RankVocabularyShard, "of_spec", padded)
+    return changed(RankVocabularyShard, "from_spec", padded)
 
 
 @fault(TP, first="loss, step 1$", cause="^it is the loss with a target on each rank")

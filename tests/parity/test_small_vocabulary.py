@@ -25,7 +25,7 @@ from motet.train.job import Job, load_job
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
 ENTRIES = 140_001  # The second of two ranks starts beyond 65,536, and has padding
-of_spec = RankVocabularyShard.of_spec
+from_spec = RankVocabularyShard.from_spec
 
 
 def small_job(job: Job, *tensor_ranks: int) -> Job:
@@ -129,12 +129,12 @@ def test_a_huge_vocabulary_is_cut_to_one_with_the_same_padding() -> None:
 
 
 def padding_counts(spec: ShardSpec, dim: int, *, group: Any) -> RankVocabularyShard:
-    shard = of_spec(spec, dim, group=group)
+    shard = from_spec(spec, dim, group=group)
     return replace(shard, stop=shard.start + spec.local_shape[dim])
 
 
 def start_in_16_bits(spec: ShardSpec, dim: int, *, group: Any) -> RankVocabularyShard:
-    shard = of_spec(spec, dim, group=group)
+    shard = from_spec(spec, dim, group=group)
     shift = shard.start - shard.start % 2**16
     return replace(shard, start=shard.start - shift, stop=shard.stop - shift)
 
@@ -183,8 +183,8 @@ def with_late_scale(*arguments: Any, output: Tensor, scale: Tensor | None = None
 reduce_over_ranks, blockwise_loss, write_errors = loss._reduce_over_ranks, loss._blockwise_loss, loss._write_errors
 FIRST_ON_RANKS = "loss (loss fused, 2 ranks), in float64"
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
-    "padding": (RankVocabularyShard, "of_spec", staticmethod(padding_counts), FIRST_ON_RANKS),
-    "start": (RankVocabularyShard, "of_spec", staticmethod(start_in_16_bits), f"vectors{FIRST_ON_RANKS[4:]}"),
+    "padding": (RankVocabularyShard, "from_spec", staticmethod(padding_counts), FIRST_ON_RANKS),
+    "start": (RankVocabularyShard, "from_spec", staticmethod(start_in_16_bits), f"vectors{FIRST_ON_RANKS[4:]}"),
     "lookup": (full_vocabulary, "shard_embedding", lookup_in_16_bits, f"vectors{FIRST_ON_RANKS[4:]}"),
     "block of rows": (
         *(loss, "even_row_slices", last_slice_is_skipped(logit_slices.even_row_slices)),

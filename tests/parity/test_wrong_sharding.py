@@ -52,7 +52,7 @@ def test_a_gradient_that_is_not_summed_is_refused_and_found(ranks: Ranks) -> Non
 
 def test_a_gradient_that_is_summed_over_copies_is_refused_and_found(ranks: Ranks) -> None:
     twice = with_rule("blocks.1.norm.weight", ShardRule(partial_over=("dp", "cp", "tp")))
-    with pytest.raises(RankFailureError, match=r"blocks.1.norm.weight: gradients of ranks of tp are no partial sums"):
+    with pytest.raises(RankFailureError, match=r"blocks.1.norm.weight: gradients of ranks of tp are not partial sums"):
         verified(ranks, twice, *TP)
     verdict = verified(ranks, twice, *TP, is_proven=False)
     assert not verdict.ok and verdict.first_difference == "gradient blocks.1.norm.weight, step 1", verdict

@@ -187,7 +187,7 @@ def test_other_parameters_are_refused(change: Callable[[nn.Module], None], name:
 def test_another_shape_is_refused() -> None:
     module, engine = parallelized()
     layer(module, 0).weight.data = torch.ones(5, 5)
-    refused(r"0.weight has become \[5, 5\] on cpu after .*, when it was \[5, 4", engine.load_assigned_values)
+    refused(r"0.weight is \[5, 5\] on cpu, but was \[5, 4", engine.load_assigned_values)
 
 
 def test_parameters_may_get_other_names() -> None:

@@ -240,7 +240,7 @@ def told(group: RankGroup, *ranks: Given) -> str:
 )
 def test_ranks_that_are_not_alike_are_refused(ranks: Ranks, other: Given, sentence: str) -> None:
     first, second = ranks.run(2, told, Given(), other)
-    assert first == "PeerFailedError: another rank has not the module or the settings of rank 0, and says which"
+    assert first == "PeerFailedError: another rank has another module or other settings than rank 0; see its error"
     assert second.startswith(f"InputError: {sentence}")
 
 

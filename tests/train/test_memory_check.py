@@ -308,7 +308,7 @@ def test_ranks_refuse_together(on: int | None, ranks: Ranks) -> None:
     found = ranks.run(4, refused_in_ranks, "zero=0", 0.95, on)
     assert [name for name, _ in found] == ["InputError" if r == first else "PeerFailedError" for r in range(4)]
     assert re.match(r"layout 'dp=4 zero=0' takes .*; RLIMIT_DATA \(ulimit -d\) allows .*zero=3,? ", found[first][1])
-    assert {text for r, (_, text) in enumerate(found) if r != first} == {f"rank {first} refuses the run, and says why"}
+    assert {text for r, (_, text) in enumerate(found) if r != first} == {f"rank {first} refuses the run; see its error"}
     assert ranks.run(4, refused_in_ranks, "zero=3", 1.6, on) == [("", "")] * 4
 
 

@@ -189,7 +189,7 @@ def test_settings_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     of_first, of_second = ranks.run(2, settings_refused)
     for text, sentence in zip(of_first, sentences, strict=True):
         assert sentence in text
-    assert set(of_second) == {"rank 0 refuses the run, and says why"}
+    assert set(of_second) == {"rank 0 refuses the run; see its error"}
 
 
 def test_the_sizes_of_a_batch_are_those_of_its_tensors() -> None:

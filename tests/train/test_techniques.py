@@ -83,8 +83,8 @@ REFUSED_BY_THE_TABLE = {
         "reproducible layouts",
         "forward overlap at stage 0",
     ): "cannot be had with run.reproducible = 'layout', whose sums",
-    ("reproducible layouts", "compression of gradients"): "compress_gradients = 'int8': a codec rounds by what lies on",
-    ("reproducible layouts", "compression of parameters"): "compress_parameters = 'int8': a codec rounds by what lies",
+    ("reproducible layouts", "compression of gradients"): "compress_gradients = 'int8': a codec rounds by the elements",
+    ("reproducible layouts", "compression of parameters"): "compress_parameters = 'int8': a codec rounds by the",
     ("reproducible layouts", "independent replicas"): "outer.every = 4: another number of independent replicas is",
     ("reproducible layouts", "parameter server of processes"): "'parameter_server': servers add gradients in the order",
     ("reproducible layouts", "parameter server by collectives"): "'parameter_server': servers add gradients in the",
@@ -111,7 +111,7 @@ REFUSED_BY_THE_TABLE = {
     **{
         ("loss scaling", other): text
         for other, text in {
-            "compression of gradients": "with communication.compress_gradients = 'int8': what a codec leaves out",
+            "compression of gradients": "with communication.compress_gradients = 'int8': the error of a codec",
             "independent replicas": "does not go with outer.every = 4: an overflow would change the loss scale of one",
             "parameter server of processes": "with layout.data = 'parameter_server': servers decide about updates by",
             "parameter server by collectives": "with layout.data = 'parameter_server': servers decide about updates by",

@@ -38,7 +38,7 @@ class KeptProducts:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Inside, products are read from what was kept."""
+        """Inside, products are read from the kept ones."""
         self.is_replaying, self._next = True, 0
         with _in_use(self), _ProductsMode(self):
             yield
@@ -48,7 +48,7 @@ class KeptProducts:
         return self.recording(), _Reusable(self.replaying)
 
     def product(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The result of `compute`, in recomputation that of the forward."""
+        """The result of `compute`; in recomputation, the result of the forward."""
         if not self.is_replaying:
             result = compute()
             self._kept.append(detach_with_version(result))
@@ -99,7 +99,7 @@ class _Reusable:
 
 
 class _ProductsMode(TorchDispatchMode):
-    """Hands products to what keeps them."""
+    """Hands products to `KeptProducts`, which records or replays them."""
 
     def __init__(self, products: KeptProducts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -116,19 +116,19 @@ class _ProductsMode(TorchDispatchMode):
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    if func.namespace == "c10d":  # Their schemas do not say what they write to
+    if func.namespace == "c10d":  # Their schemas do not mark the tensors that they write to
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return written_arguments(func, args, kwargs) if func._schema.is_mutable else []
 
 
 def is_result_pending() -> bool:
-    """Whether `keep_result` runs now, of which only the result is kept."""
+    """Whether `keep_result` runs, so that only its result is kept."""
     products = _current.get()
     return products is not None and products.is_paused
 
 
 def keep_result(compute: Callable[[], Tensor]) -> Tensor:
-    """A product together with what is done to it, such as a sum over ranks: selective recomputation does neither."""
+    """A product with the operations on it, such as a sum over ranks: selective recomputation repeats neither."""
     products = _current.get()
     if products is None or products.is_paused:
         return compute()

@@ -1,7 +1,7 @@
 """Bytes and seconds of blocks with each policy, measured in the first steps of a run.
 
 Policies change no number, so these steps are steps like any other: all blocks are recomputed in full, except for the
-last block of each kind, which shows what the other policies cost where they fit. Then the policies are chosen.
+last block of each kind, which shows the costs of other policies where they fit. Then the policies are chosen.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ from motet.models.spec.layer_specs import BlockPolicy
 
 WARM_UP_STEPS, TIMED_CYCLES = 1, 3
 _CYCLE: tuple[BlockPolicy, ...] = ("full", "selective", "none")
-# Policy of the last block of each kind, and what is measured
+# Policy of the last block of each kind, and the measured quantity
 MEASURED_STEPS: tuple[tuple[BlockPolicy, str], ...] = (
     *((_CYCLE[0], "nothing") for _ in range(WARM_UP_STEPS)),
     *((policy, "bytes") for policy in _CYCLE),
@@ -75,7 +75,7 @@ class StepBytes:
 
     @contextmanager
     def recomputation(self, block: int) -> Iterator[None]:
-        """Around what backward computes again."""
+        """Around the recomputation of a block in backward."""
         before = self.meter.live()
         try:
             yield
@@ -104,7 +104,7 @@ class StepBytes:
         self.meter.reset_peak()
 
     def needs(self) -> tuple[dict[int, int], dict[int, int], int]:
-        """Peaks beyond what blocks keep: in forwards and backwards, by block, and elsewhere."""
+        """Peaks beyond the bytes that blocks keep: in forwards and backwards, by block, and elsewhere."""
         forward, backward, elsewhere = defaultdict[int, int](int), defaultdict[int, int](int), 0
         for moment in self.moments:
             need = moment.peak - sum(count * self.saved[block] for block, count in moment.alive.items())
@@ -164,11 +164,11 @@ class CostMeasurement:
     def __init__(
         self, kinds: Sequence[object], budget: int, *, meter: Callable[[], LiveBytes], device: torch.device
     ) -> None:
-        """`kinds` of the blocks: equal ones cost the same."""
+        """Blocks with equal `kinds` cost the same."""
         self._kinds, self._budget, self._meter, self._device = kinds, budget, meter, device
         self._bytes: dict[BlockPolicy, StepBytes] = {}
         self._seconds: dict[BlockPolicy, list[StepSeconds]] = {policy: [] for policy in POLICIES}
-        self.blocks: list[int] = []  # That this rank runs, in their order
+        self.blocks: list[int] = []  # Blocks that this rank runs, in their order
         self.last_of_kind: dict[object, int] = {}
 
     def policies(self, step: int) -> list[BlockPolicy]:
@@ -181,7 +181,7 @@ class CostMeasurement:
         return policies
 
     def possible(self, block: int) -> tuple[BlockPolicy, ...]:
-        """The policies of a block that can fit into the budget at all, as far as full recomputation tells."""
+        """The policies of a block that can fit into the budget, as far as full recomputation tells."""
         full = self._bytes.get("full")
         if full is None:
             return ("full",)
@@ -198,11 +198,11 @@ class CostMeasurement:
 
     def begin(self, step: int) -> StepBytes | StepSeconds | None:
         """A recorder for a measured step, unless it only warms up."""
-        policy, what = MEASURED_STEPS[step]
-        if what == "bytes":
+        policy, quantity = MEASURED_STEPS[step]
+        if quantity == "bytes":
             self._bytes[policy] = recorded = StepBytes(self._meter())
             return recorded
-        if what == "seconds":
+        if quantity == "seconds":
             self._seconds[policy].append(StepSeconds(self._device))
             return self._seconds[policy][-1]
         return None
@@ -219,26 +219,26 @@ class CostMeasurement:
         costs: dict[int, BlockCosts] = {}
         for block in self.blocks:
             shown = self.last_of_kind[self._kinds[block]]
-            of_block: dict[BlockPolicy, PolicyCost] = {}
+            block_costs: dict[BlockPolicy, PolicyCost] = {}
             for policy in self.possible(shown):
                 measured = self._bytes[policy]
                 forward_p, backward_p, _ = measured.needs()
-                of_block[policy] = PolicyCost(
+                block_costs[policy] = PolicyCost(
                     full.saved[block] + measured.saved[shown] - full.saved[shown],
                     forward[block] + forward_p[shown] - forward[shown],
                     backward[block] + backward_p[shown] - backward[shown],
                     self._seconds_of(shown, policy),
                 )
-            costs[block] = of_block
+            costs[block] = block_costs
         return costs, elsewhere, dict(full.in_flight)
 
     def _seconds_of(self, shown: int, policy: BlockPolicy) -> float:
         if policy == "none":
             return 0.0
 
-        def total(of_policy: BlockPolicy) -> float:
-            forwards = [t for each in self._seconds[of_policy] for t in each.forwards[shown]]
-            again = [t for each in self._seconds[of_policy] for t in each.recomputations[shown]]
+        def total(timed_policy: BlockPolicy) -> float:
+            forwards = [t for each in self._seconds[timed_policy] for t in each.forwards[shown]]
+            again = [t for each in self._seconds[timed_policy] for t in each.recomputations[shown]]
             return (median(forwards) if forwards else 0.0) + (median(again) if again else 0.0)
 
         without = [t for each in self._seconds["full"] for t in each.forwards[shown]]

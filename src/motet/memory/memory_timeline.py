@@ -30,19 +30,19 @@ Category = Literal[
     "workspace",
 ]
 
-# In the order in which a picture stacks them: what stays lies below what comes and goes.
+# The order in which a picture stacks them: lasting tensors lie below temporary ones.
 CATEGORIES: Mapping[Category, str] = {
     "parameters": "parameters in the dtype of forward and backward, with buffers",
     "master parameters": "parameters in the dtype of the optimizer, where it is another one",
     "gradients": "sums of gradients, kept from step to step",
     "moments": "moments of the optimizer",
-    "compression errors": "what lossy codecs left out, for the next message",
+    "compression errors": "errors of lossy codecs, which the next message adds",
     "other state": "tensors that exist before the step and are none of these",
-    "saved activations": "what forward leaves for backward, and the batch",
-    "recomputed activations": "what backward computes again",
+    "saved activations": "tensors that forward leaves for backward, and the batch",
+    "recomputed activations": "tensors that backward computes again",
     "gathered or unreduced": "parameters that ranks gather, and gradients before their sum over the ranks",
     "messages": "other tensors that ranks send or receive",
-    "workspace": "everything that comes and goes in forward, backward and update",
+    "workspace": "temporary tensors of forward, backward and update",
 }
 
 
@@ -51,14 +51,14 @@ _EARLIER = "before the step"
 
 @dataclass(frozen=True)
 class StorageLife:
-    """A piece of memory from the moment in which it is made to the one in which it is freed."""
+    """A piece of memory from its allocation to its free."""
 
     category: Category
     size: int
     born: int
     freed: int | None  # None: it outlives the step
-    operator: str = ""  # That made it
-    block: str = ""  # Of the model, in whose forward it was made
+    operator: str = ""  # Operator that made the storage
+    block: str = ""  # Block of the model in whose forward it was made
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class MemoryTimeline:
         """Live bytes after each moment, of the categories that occur."""
         changes: dict[Category, Counter[int]] = {}
         for life in self.lives:
-            of_category = changes.setdefault(life.category, Counter())
-            of_category[life.born] += life.size
+            category_changes = changes.setdefault(life.category, Counter())
+            category_changes[life.born] += life.size
             if life.freed is not None:
-                of_category[life.freed] -= life.size
+                category_changes[life.freed] -= life.size
         return {
             category: list(accumulate(changes[category][moment] for moment in range(self.moments + 1)))
             for category in CATEGORIES
@@ -128,7 +128,7 @@ class MemoryTimeline:
         return dict(counts.most_common())
 
     def by_block(self, category: Category) -> dict[str, dict[str, int]]:
-        """The same by the block in whose forward they were made, in the order of the blocks, and operator."""
+        """The bytes of `by_operator`, by the block in whose forward they were made (in block order), and operator."""
         counts = dict[str, Counter[str]]()
         for life in self._at_peak_of(category):
             counts.setdefault(life.block or "outside of blocks", Counter())[life.operator or _EARLIER] += life.size

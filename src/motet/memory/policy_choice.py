@@ -1,9 +1,9 @@
 """The policies of recomputation that take the least time within a budget of bytes, exactly.
 
-While blocks run one after the other and back, what is alive at a moment is the sum of what the blocks before it keep,
-and what the moment itself needs. So the best choices for the first blocks depend on the later ones only through one
-number, the bytes that they keep: of all choices that keep as much, the quickest is enough. Where a rank holds
-activations of several micro-batches, as in a pipeline, the largest need of any moment is added to the largest sum.
+While blocks run one after the other and back, the live bytes of a moment are the bytes that the blocks before it keep
+plus the bytes that the moment itself needs. So the best choices for the first blocks depend on the later ones only
+through one number, the bytes that they keep: of all choices that keep as much, the quickest is enough. Where a rank
+holds activations of several micro-batches, as in a pipeline, the largest need of a moment is added to the largest sum.
 
 The `[memory]` section: which activations are kept from forward to backward.
 """
@@ -21,7 +21,7 @@ from motet.models.spec.layer_specs import BlockPolicy
 POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
 # With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
 MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384
-_LEVELS = 64  # Of the largest need of any moment, in pipelines
+_LEVELS = 64  # Tried limits of the largest need of any moment, in pipelines
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class PolicyCost:
     """A block with one policy."""
 
     saved: int  # Bytes from the end of its forward to the beginning of its backward
-    forward: int  # Peak during its forward, in addition to what the blocks before it keep
-    backward: int  # Peak during its backward, in addition to what the blocks up to it keep
-    seconds: float  # More than without recomputation
+    forward: int  # Peak during its forward, in addition to the bytes that the blocks before it keep
+    backward: int  # Peak during its backward, in addition to the bytes that the blocks up to it keep
+    seconds: float  # Time added by recomputation
 
 
-BlockCosts = Mapping[BlockPolicy, PolicyCost]  # Of the policies that are possible
+BlockCosts = Mapping[BlockPolicy, PolicyCost]  # One entry for each possible policy
 
 
 class ChosenPolicies(NamedTuple):
@@ -50,7 +50,7 @@ class ChoiceProblem:
     """The blocks that a rank runs, in their order."""
 
     blocks: Sequence[BlockCosts]
-    # Micro-batches of which a rank keeps activations, by block. One each: they run one after the other.
+    # Micro-batches whose activations a rank keeps, by block. With one each, they run one after the other.
     in_flight: Sequence[int]
     elsewhere: int = 0  # The peak while no block runs, such as during the update
 
@@ -101,7 +101,7 @@ class ChoiceProblem:
         return best
 
     def _choose_for_need(self, need: int, left: int) -> tuple[BlockPolicy, ...] | None:
-        """The quickest policies of which none needs more, and that keep no more than what is left."""
+        """The quickest policies whose moments need at most `need` bytes, and which keep at most `left`."""
         partial = _PartialChoices(left)
         for costs, count in zip(self.blocks, self.in_flight, strict=True):
             possible = {p: cost for p, cost in costs.items() if max(cost.forward, cost.backward) <= need}
@@ -112,7 +112,7 @@ class ChoiceProblem:
 class _Partial(NamedTuple):
     saved: int
     seconds: float
-    policies: "tuple[_Partial, BlockPolicy] | None"  # Of the blocks before, and of the last one
+    policies: "tuple[_Partial, BlockPolicy] | None"  # Choice for the blocks before, policy of the last one
 
 
 class _PartialChoices:
@@ -166,27 +166,27 @@ def parse_bytes(value: object) -> object:
         return value
     match = re.fullmatch(r"\s*([0-9]{1,16}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{value!r} is no number of bytes; write for instance 512MiB, 8GiB or 8000000000")
+        raise ValueError(f"{value!r} is not a number of bytes; write for instance 512MiB, 8GiB or 8000000000")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 class MemorySettings(FrozenSettings):
-    """Which activations are kept, and which backward computes again."""
+    """The activations to keep, and those to compute again in backward."""
 
     other_names: ClassVar = {
         "recompute": "*checkpointing *recompute* activation_checkpoint*",
         "budget": "*limit *memory",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
-    """What backward computes again, block by block: nothing; with `selective` all but the matrix products with weights,
+    """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
     so attention, softmax, dropout, norms and activation functions; with `full` whole blocks, of which only the input is
     kept; with `every-k` each `every`-th block in full; with `auto` as little time as fits into `budget`."""
 
     every: Annotated[int, Field(ge=1, le=100_000)] = 2
-    """With `every-k`: one block in this many is recomputed, beginning with the first."""
+    """With `every-k`, backward recomputes one block in this many, beginning with the first."""
 
     budget: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=_MAX_BYTES)] | None = None
-    """The bytes that a step may take on each rank: model state, activations, and what comes and goes; a number, or text
+    """The bytes that a step may take on each rank: model state, activations and temporary tensors; a number, or text
     such as `24GiB`."""
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """Recomputation of a module's blocks in backward, on the instances and without a change of their code.
 
-A recomputed block sees what its forward saw: arguments, buffers and the state of random generators. It leaves buffers
+A recomputed block sees the state of its forward: arguments, buffers and random generators. It leaves buffers
 and generators unchanged, so a norm with running statistics counts each micro-batch once. Masks of dropout follow from
 their place in the model, as in a forward (models/layout_invariant_dropout.py), also where autograd recomputes in a
 thread of its device.
@@ -61,7 +61,7 @@ class Recomputation:
             self._recorder.end_backwards()
 
     def end_step(self) -> CostMeasurement | None:
-        """Called after the update; returns what was measured, once all of it is."""
+        """Called after the update; returns the measurement once it is complete."""
         measurement, recorder, self._recorder = self._measurement, self._recorder, None
         if measurement is None:
             return None
@@ -100,7 +100,7 @@ class Recomputation:
         around: list[_ContextMaker] = [repeatable_float64(), repeatable_dropout()]
         if recorder is not None:
             around.insert(0, partial(recorder.recomputation, index))
-        repeatable = _RepeatableCall(block, call, random=self._random.of_block(block), around=around)
+        repeatable = _RepeatableCall(block, call, random=self._random.block_states(block), around=around)
         return checkpoint(
             repeatable, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs
         )
@@ -113,16 +113,15 @@ def _ignoring_gradient(mark: Callable[[int], None], block: int, _: Tensor) -> No
 def recompute_blocks(
     module: nn.Module, settings: MemorySettings, *, device: torch.device, known: Callable[[], Sequence[Tensor]] = list
 ) -> Recomputation | None:
-    """Let the blocks of a module be recomputed as `[memory]` says; None if nothing is. `known` are the tensors that a
-    rank has before a step."""
+    """Let backward recompute a module's blocks as `[memory]` says; None if it recomputes none. `known` are the tensors
+    that a rank has before a step."""
     if settings.recompute == "none":
         return None
     blocks = find_blocks(module)
     check_input(
         blocks,
         f"memory.recompute = {settings.recompute!r}: {type(module).__name__} has no blocks (items of an nn.ModuleList "
-        "or nn.Sequential that own their parameters), which recomputation is chosen by; leave it out, or put the "
-        "layers into blocks",
+        "or nn.Sequential that own their parameters) to recompute; leave it out, or put the layers into blocks",
     )
     measurement = None
     if settings.budget is not None:
@@ -149,7 +148,7 @@ class _Buffer(NamedTuple):
 
 
 class _RepeatableCall:
-    """One call of a block, which recomputation repeats with the buffers and random numbers that it had."""
+    """One call of a block, which recomputation repeats with the same buffers and random numbers."""
 
     def __init__(
         self,
@@ -225,7 +224,7 @@ class _RandomStates:
     def __init__(self) -> None:
         self._latest = dict[torch.device, Tensor]()
 
-    def of_block(self, block: nn.Module) -> list[tuple[torch.device, Tensor]]:
+    def block_states(self, block: nn.Module) -> list[tuple[torch.device, Tensor]]:
         """The states of the processor, and of the device on which the block computes."""
         parameter = next(block.parameters(), None)
         devices = {torch.device("cpu"), torch.device("cpu") if parameter is None else parameter.device}

@@ -1,9 +1,10 @@
 """The storages of tensors in a step: which kernel makes each, in which block, and when it is resized and freed.
 
-`StorageTracker` follows them; the peak of live bytes, bytes by category and what a block keeps are questions to it. The
-live bytes of a GPU are those of its allocator. A storage counts from the kernel that makes it until it is freed, once
-for all of its views. Not seen: memory that no kernel of torch makes and no kernel reads, such as shared memory of a
-transport and scratch space inside of kernels, and what other threads make, such as compressed reductions.
+`StorageTracker` follows them; it has the peak of live bytes, bytes by category and the bytes that a block keeps.
+The live bytes of a GPU are those of its allocator. A storage counts from the kernel that makes it until it is freed,
+once for all of its views. The tracker does not see memory that no kernel of torch makes and no kernel reads, such as
+shared memory of a transport and scratch space inside of kernels, nor tensors that other threads make, such as
+compressed reductions.
 """
 
 import gc
@@ -26,11 +27,11 @@ from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, St
 from motet.memory.torch_private import storage_and_key, tensors_with_memory, watch_module_calls
 from motet.models.torch_private import TorchDispatchMode, is_in_backward
 
-NO_KERNEL, _BEFORE = "made by no kernel", ""  # In place of the kernel that made a storage
+NO_KERNEL, _BEFORE = "made by no kernel", ""  # These stand in place of the kernel that made a storage
 _FORWARD = re.compile(r"forward|F\d+")
 _INNERMOST_PHASES = re.compile(r"forward|backward|update|[FBIW]\d+")
 _GATHER_NAMESPACE, _MESSAGE_NAMESPACE = "fsdp", "c10d"
-_ADDING_KERNELS = frozenset(["copy_", "add_"])  # By which gradients reach their sums
+_ADDING_KERNELS = frozenset(["copy_", "add_"])  # Kernels that add gradients to their sums
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float, bool, type(None))
 
 
@@ -47,7 +48,7 @@ class TrackedStorage:
     block: str = ""
     is_recomputed: bool = False
     freed: int | None = None
-    category: Category | None = None  # None: it follows from where it was made
+    category: Category | None = None  # None: it follows from the place where it was made
     is_message: bool = False
     is_foreign: bool = False  # Memory of a transport, from and to which messages are copied
 
@@ -61,8 +62,8 @@ class StorageTracker(TorchDispatchMode):
         """`on_meta` follows storages on the meta device, and no others. `on_kernel(kernel, args, read=..., result=...)`
         is called after each kernel, before the storages that it made are followed; with it all records are kept."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.storages = dict[int, TrackedStorage]()  # That are alive, by key
-        self.records = list[TrackedStorage]()  # Those of storages that were freed, too
+        self.storages = dict[int, TrackedStorage]()  # Live storages, by key
+        self.records = list[TrackedStorage]()  # Records of live and freed storages
         self.resizable = set[int]()  # Storages that FSDP2 frees and allocates again without a kernel
         self.made = Counter[Any]()  # Bytes by kernel
         self.open_blocks = list[str]()
@@ -82,7 +83,7 @@ class StorageTracker(TorchDispatchMode):
         return self._live
 
     def reset_peak(self) -> None:
-        """Let the peak be what is alive."""
+        """Set the peak to the bytes that are alive."""
         self._peak = self._live
 
     def peak(self) -> int:
@@ -155,7 +156,7 @@ class StorageTracker(TorchDispatchMode):
             self._end(record, self.moment)
 
     def notice_resized(self) -> None:
-        """See storages that were resized by no kernel."""
+        """Record storages that were resized without a kernel."""
         for key in [*self.resizable]:
             record = self.storages.get(key)
             storage = None if record is None else record.ref()
@@ -166,7 +167,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 class AllocatorBytes:
-    """The same questions to the allocator of a GPU."""
+    """Live bytes and their peak, from the allocator of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -205,11 +206,11 @@ class StepCategories:
         """`on_message` is called with each operator of torch.distributed and its arguments."""
         self._tracker, self._on_message = StorageTracker(on_meta=on_meta, on_kernel=self._on_kernel), on_message
         self._blocks = dict(blocks or {})
-        self._additions = list[tuple[TrackedStorage, TrackedStorage]]()  # (sum, what is added to it) in backward
+        self._additions = list[tuple[TrackedStorage, TrackedStorage]]()  # (sum, tensor added to it) in backward
         self._thread, self._phases, self._forward_start = threading.get_ident(), list[StepPhase](), 0
         self._read_in_forward, self._in_forward = set[int](), False
 
-    # --- what the caller says ---
+    # --- calls of the training step ---
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -222,7 +223,7 @@ class StepCategories:
             yield
 
     def begin_step(self, state: Sequence[tuple[Category, Iterable[Tensor]]]) -> None:
-        """Begin a timeline: what is alive belongs to the first category of `state` that has it, or to other state."""
+        """Begin a timeline: a live storage belongs to the first category of `state` that has it, or to other state."""
         tracker = self._tracker
         tracker.notice_resized()
         for record in self._followed():
@@ -234,15 +235,15 @@ class StepCategories:
         for record in self._followed():
             record.is_foreign = record.maker is NO_KERNEL and record.category is None
         tracker.records = self._followed()
-        # What was freed by resizing is gathered again.
+        # Storages that resizing freed are gathered again.
         tracker.resizable |= {record.key for record in tracker.records if not record.size}
         for record in tracker.records:
-            of_rest: Category = "gathered or unreduced" if record.key in tracker.resizable else "other state"
-            record.category, record.born = record.category or of_rest, 0
+            default: Category = "gathered or unreduced" if record.key in tracker.resizable else "other state"
+            record.category, record.born = record.category or default, 0
         tracker.moment, self._phases, self._additions = 0, [], []
 
     def assign(self, category: Category, tensors: Iterable[Tensor]) -> None:
-        """Say what tensors are, in addition to what they may have been said to be before the step."""
+        """Assign a category to tensors that have none yet, or are `gathered or unreduced`."""
         for record in self._follow(tensors):
             if record.category in (None, "gathered or unreduced"):
                 record.category = category
@@ -257,7 +258,7 @@ class StepCategories:
             self._tracker.is_paused = before
 
     def end_step(self) -> MemoryTimeline:
-        """The timeline since the step began. What backward has added to a gradient is an unreduced gradient."""
+        """The timeline since the step began. A tensor that backward added to a gradient is an unreduced gradient."""
         for total, summand in self._additions:
             if total.category in ("gradients", "gathered or unreduced") and summand.category is None:
                 summand.category = "gathered or unreduced"
@@ -301,7 +302,7 @@ class StepCategories:
             if record.born > start:
                 record.category = "saved activations"
             elif record.key in self._read_in_forward:
-                self._tracker.renew(record, start, category="saved activations")  # Until now it was a message, say
+                self._tracker.renew(record, start, category="saved activations")  # It may have been a message
 
     def _enter_block(self, module: nn.Module) -> None:
         if module in self._blocks and threading.get_ident() == self._thread:
@@ -365,8 +366,8 @@ class _NoSink:
 
 
 def tensors_reachable_from(*roots: object, without: tuple[type, ...] = (), on_meta: bool = False) -> list[Tensor]:
-    """The tensors that objects hold, directly or through others, with their gradients; one for each memory, of which
-    shared memory can have several storages. Objects of the types `without` are left out with all that they hold."""
+    """The tensors that objects hold, directly or through others, with their gradients; one for each memory (shared
+    memory can have several storages). Objects of the types `without` are left out with all that they hold."""
     tensors, seen, left = dict[int, Tensor](), set[int](), list(roots)
     while left:
         item = left.pop()

@@ -49,7 +49,7 @@ def watch_module_calls(on_enter: Callable[[nn.Module], None], on_exit: Callable[
 
 def tensors_with_memory(leaf: object, *, on_meta: bool = False) -> Iterator[Tensor]:
     """The tensor, if it has memory, or the tensors that a wrapper holds, such as the local part of a DTensor. With
-    `on_meta`, those alone that are on the meta device, where a storage has a size and no memory."""
+    `on_meta`, only tensors on the meta device, where a storage has a size and no memory."""
     if not isinstance(leaf, Tensor):
         return
     wrapper: Any = leaf

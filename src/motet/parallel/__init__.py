@@ -1,1 +1,1 @@
-"""How one model is spread over many ranks."""
+"""One model on many ranks: layouts, splits, schedules, and the engines that execute them."""

@@ -47,14 +47,14 @@ class LayoutSettings(FrozenSettings):
     dp: Annotated[int, Field(ge=1)] | None = None
     """Data-parallel ranks; when not given, all ranks that `tp`, `cp` and `pp` leave."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
-    """What ranks shard instead of replicating: 0 nothing, 1 master parameters and optimizer states, 2 gradients too,
+    """State that ranks shard instead of replicating: 0 none, 1 master parameters and optimizer states, 2 gradients too,
     3 parameters too."""
     reshard_after_forward: bool = True
     """Stage 3: gather parameters again for backward, instead of keeping them after forward."""
     min_shard_numel: Annotated[int, Field(ge=0)] = 0
     """Stage 3: parameters with fewer elements are replicated, and their gradients travel in buckets."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
-    """Neighbouring ranks that hold one copy of what is sharded; all of `dp` when not given."""
+    """Neighbouring ranks that hold one copy of the sharded state; all of `dp` when not given."""
     secondary_group: Annotated[int, Field(ge=1)] | None = None
     """Stage 3: neighbouring ranks that hold a secondary copy of the parameters between forward and backward, so that
     gathering for backward stays inside of a host."""
@@ -78,7 +78,7 @@ class LayoutSettings(FrozenSettings):
     cp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split each sequence (context parallelism). Not built yet."""
     cp_kind: ContextParallelKind | None = None
-    """How attention reaches keys and values of other ranks: `ring` passes blocks of them from rank to rank;
+    """Exchange of keys and values for attention: `ring` passes blocks of them from rank to rank;
     `all-to-all` exchanges a part of the sequence for a part of the heads, and back (Ulysses); `all-gather` gathers all
     of them before attention. Not built yet."""
     pp: Annotated[int, Field(ge=1)] = 1
@@ -95,7 +95,7 @@ class LayoutSettings(FrozenSettings):
     ep: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the experts of a layer; they are ranks of `dp` and `cp` (expert parallelism). Not built yet."""
     data: Literal["all_reduce", "parameter_server"] = "all_reduce"
-    """How gradients are summed: ranks exchange them, or push them to servers that keep the parameters."""
+    """Sum of gradients: ranks exchange them, or push them to servers that keep the parameters."""
     server: ParameterServerSettings = ParameterServerSettings()
 
     @model_validator(mode="after")
@@ -150,8 +150,8 @@ class Layout:
     """A layout that fits a number of ranks; a plan may have one that cannot run yet."""
 
     dims: ParallelDims
-    sharding: DataParallelSharding  # Of ranks that differ in the dimension of data parallelism alone
-    schedule: str = "1f1b"  # Of a pipeline; its name or its file
+    sharding: DataParallelSharding  # Sharding over ranks that differ only along the data-parallel dimension
+    schedule: str = "1f1b"  # Name or file of the pipeline's schedule
     chunks: int = 1  # Stages that a rank of a pipeline holds
     stages: tuple[range, ...] = ()  # Blocks of each stage, where they are named
     sp: bool = False
@@ -185,7 +185,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that hold one copy of what is sharded: of data and context parallelism."""
+        """Ranks of data and context parallelism that hold one copy of the sharded state."""
         return self.sharding.shards * self.cp
 
     @property
@@ -194,14 +194,14 @@ class Layout:
         return self.sharding.microbatches
 
     def pipeline_schedule(self, microbatches: int) -> PipelineSchedule:
-        """The order of a step with as many micro-batches."""
+        """The order of a step with this number of micro-batches."""
         return find_schedule(self.schedule, self.pp, chunks=self.chunks, microbatches=microbatches)
 
     def data_rank(self, rank: int) -> int:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
         return self.dims.coordinates(rank)["dp"]
 
-    def of_replica(self) -> "Layout":
+    def replica_layout(self) -> "Layout":
         """The layout of one independent replica."""
         shards = self.sharding.shards
         return Layout(ParallelDims((("dp", shards),)), replace(self.sharding, ranks=shards))
@@ -243,7 +243,7 @@ class Layout:
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
-_SAID = ("dp", "zero", "microbatches")  # Also if they are 1
+_SAID = ("dp", "zero", "microbatches")  # Written also if they are 1
 
 
 def layout_of_sizes(
@@ -264,13 +264,13 @@ def layout_of_sizes(
 
 
 def _shards(zero: int, shard_group: int | None, dp: int) -> int:
-    """Ranks that hold one copy of what a stage shards; each rank does where it shards nothing."""
+    """Ranks that hold one copy of the state that a stage shards; one rank where it shards nothing."""
     return (shard_group or dp) if sharded_states(zero).optimizer_states else 1
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
     """The rows and positions of a rank, by micro-batch. Its index along `dp` decides the rows. Only context parallelism
-    would cut rows, so positions are all; code that reads a batch selects the micro-batch from it."""
+    would cut rows, so a rank has all positions; code that reads a batch selects the micro-batch from it."""
     return microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
 
 
@@ -310,7 +310,7 @@ def layout_of_settings(settings: LayoutSettings, dp: int, batch_sequences: int) 
 
 def _make_layout(settings: LayoutSettings, dims: ParallelDims, sharding: DataParallelSharding) -> Layout:
     layout = Layout(dims, sharding, sp=settings.sp, cp_kind=settings.cp_kind or "ring", ep=settings.ep)
-    if settings.pp == 1:  # Nothing reads what belongs to pipelines
+    if settings.pp == 1:  # Nothing reads settings of pipelines
         return layout
     stages = parse_stages(settings.stages) if settings.stages else ()
     schedule = settings.schedule or ("1f1b" if settings.chunks == 1 else "interleaved")
@@ -462,7 +462,7 @@ def sizes_in_words(text: str) -> list[str]:
 
 
 def with_default_ranks(layout: str, ranks: int) -> str:
-    """A layout that says how many ranks it is for; `dp` is what the other dimensions leave."""
+    """A layout with its number of ranks; `dp` gets the ranks that the other dimensions leave."""
     sizes = [f"{key}={value}" for key, value in _settings_in(layout) if key in ("pp", "dp", "cp", "tp")]
     settings = parse_layout(" ".join(sizes))  # The other words may be settings of other sections
     return layout if settings.dp else f"dp={resolve_dims(settings, ranks).size('dp')} {layout}".strip()

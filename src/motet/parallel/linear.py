@@ -53,11 +53,11 @@ class LinearProducts:
 
 @dataclass(frozen=True)
 class LinearSplit:
-    """How the ranks of a group split a linear layer."""
+    """The split of a linear layer over the ranks of a group."""
 
     group: RankGroup
     products: LinearProducts
-    pieces: int = 1  # Of an activation that is communicated: each while the next ones, or the last, are multiplied
+    pieces: int = 1  # Pieces of a communicated activation: each is in flight while the next or the last is multiplied
     dim: int | None = None  # Split rows: ranks get their parts of the output along it; None: all of the output
     reduces: bool = True  # Split rows: the output is summed here, and not after something was added to it
 
@@ -79,13 +79,13 @@ class PendingGather:
 
     def __init__(self, x: Tensor, group: RankGroup, dim: int, *, pieces: int = 1) -> None:
         self._dim = dim
-        self._pieces: list[tuple[Tensor, Tensor, WorkHandle]] = []  # With what is sent, which must live so long
+        self._pieces: list[tuple[Tensor, Tensor, WorkHandle]] = []  # (gathered parts, sent piece, work)
         for part in _split_pieces(x, dim, pieces):
             sent, parts = part.contiguous(), x.new_empty(group.world, *part.shape)
             self._pieces.append((parts, sent, all_gather(parts, sent, group, async_op=True)))
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """The function of the gathered tensor, which maps its last dimension; of each piece when it is here."""
+        """Apply a function of the last dimension to the gathered tensor: to each piece as it arrives."""
         results = []
         for parts, _, work in self._pieces:
             work.wait()
@@ -102,7 +102,7 @@ def start_gather(x: Tensor, group: RankGroup, dim: int | None) -> Callable[[], T
 
 
 class PendingReduction:
-    """A sum over the ranks that was started and overwrites its input, or with `scatters` this rank's of [ranks, ...]"""
+    """A started sum over the ranks that overwrites its input, or with `scatters` this rank's part of [ranks, ...]"""
 
     def __init__(self, x: Tensor, group: RankGroup, *, scatters: bool, async_op: bool = True) -> None:
         self._sent = self._result = x.contiguous()  # Lives until it was sent
@@ -144,7 +144,7 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view: a model may change the output of a layer in place."""
+    """The same memory as a tensor that is not a view: a model may change the output of a layer in place."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride()) if x._is_view() else x
 
 
@@ -172,11 +172,11 @@ class SharedInput:
     is_reduced: bool = False  # It needs a gradient
     pieces: int = 1
     overlaps: bool = True  # Backward communicates during its matmuls
-    arriving: PendingGather | None = None  # Of the forward, as long as only pieces of it were read
-    readers: int = 0  # Layers whose weight gradients are computed by themselves, and have yet to be
+    arriving: PendingGather | None = None  # The forward's gather, while only pieces of it were read
+    readers: int = 0  # Layers that have yet to compute their weight gradients themselves
     _gathered_again: Tensor | None = None
     _gather_again: Callable[[], Tensor] | None = None
-    # Products of a layer, index of its weight in what was read, gradient of its output
+    # Products of a layer, index of its weight among the weights read, gradient of its output
     _left: list[tuple[LinearProducts, int, Tensor]] = field(default_factory=list)
 
     def read(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -187,8 +187,8 @@ class SharedInput:
     def multiply(
         self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None, index: int | None, local: Tensor
     ) -> Tensor:
-        """The local columns of the output of a layer. `x` is what was read from the detached `local` input, and so is a
-        weight that has an `index`, whose gradient is left to the function that communicates."""
+        """The local columns of the output of a layer. `x` was read from the detached `local` input, and so was a weight
+        that has an `index`, whose gradient is left to the function that communicates."""
         output: Tensor = _apply(_ColumnParallelProduct, self, split.products, index, x, local, weight, bias)
         return output
 
@@ -211,8 +211,8 @@ class SharedInput:
         if self._gather_again is not None:
             x = self._gather_again()
             for products, index, gradient in self._left:
-                of_weight, before = products.weight_gradient(x, gradient), gradients[index]
-                gradients[index] = of_weight if before is None else before + of_weight
+                grad_weight, before = products.weight_gradient(x, gradient), gradients[index]
+                gradients[index] = grad_weight if before is None else before + grad_weight
         self._gather_again, self._left = None, []
         return gradients
 
@@ -237,11 +237,11 @@ class _ReadShared(torch.autograd.Function):
 
     @staticmethod
     @_not_differentiable
-    def backward(ctx: Any, gradient: Tensor | None, *of_weights: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, *no_gradients: None) -> tuple[Tensor | None, ...]:
         shared, reduction = ctx.shared, None
         if gradient is not None and shared.is_reduced:
             reduction = start_reduction(gradient, shared.group, shared.dim, async_op=shared.overlaps)
-        weight_gradients = shared.weight_gradients(len(of_weights))
+        weight_gradients = shared.weight_gradients(len(no_gradients))
         return None, None if reduction is None else reduction.wait(), *weight_gradients
 
 
@@ -267,17 +267,17 @@ class _ColumnParallelProduct(torch.autograd.Function):
         (local, weight), shared, products = ctx.saved_tensors, ctx.shared, ctx.products
         if ctx.index is not None:
             shared.leave(products, ctx.index, gradient, local=local)
-        of_x = products.input_gradient(gradient, weight) if shared.is_reduced else None
-        of_weight = None
+        grad_x = products.input_gradient(gradient, weight) if shared.is_reduced else None
+        grad_weight = None
         if ctx.index is None and ctx.needs_input_grad[5]:
-            of_weight = products.weight_gradient(shared.gather_again(local), gradient)
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[6] else None
-        return None, None, None, of_x, None, of_weight, of_bias
+            grad_weight = products.weight_gradient(shared.gather_again(local), gradient)
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[6] else None
+        return None, None, None, grad_x, None, grad_weight, grad_bias
 
 
 def row_product(split: LinearSplit, layer: Any, x: Tensor) -> Tensor:
     """The output of a layer whose rows are split, or this rank's summand of it. The first rank adds the bias, and every
-    rank has the complete gradient of it."""
+    rank has its complete gradient."""
     output: Tensor = _apply(_RowParallelProduct, split, x, layer.weight, getattr(layer, "bias", None))
     return output
 
@@ -294,22 +294,22 @@ class _RowParallelProduct(torch.autograd.Function):
     @_not_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), split, products = ctx.saved_tensors, ctx.split, ctx.split.products
-        dim, of_x, needs_of_x = split.dim if split.reduces else None, None, ctx.needs_input_grad[1]
-        if split.pieces == 1 or dim is None or not needs_of_x:
+        dim, grad_x, needs_grad_x = split.dim if split.reduces else None, None, ctx.needs_input_grad[1]
+        if split.pieces == 1 or dim is None or not needs_grad_x:
             gradient = gather(gradient, split.group, dim)
-            of_x = products.input_gradient(gradient, weight) if needs_of_x else None
+            grad_x = products.input_gradient(gradient, weight) if needs_grad_x else None
         else:
             pending = PendingGather(gradient, split.group, dim, pieces=split.pieces)
-            of_x = pending.apply(partial(products.input_gradient, weight=weight))
+            grad_x = pending.apply(partial(products.input_gradient, weight=weight))
             gradient = pending.wait()
-        of_weight = products.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return None, of_x, of_weight, of_bias
+        grad_weight = products.weight_gradient(x, gradient) if ctx.needs_input_grad[2] else None
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return None, grad_x, grad_weight, grad_bias
 
 
 class WeightGradientQueue:
     """Takes weight gradients of linear layers, and adds them to the sums of the gradients without a tensor for each:
-    during backward, or when the schedule of a pipeline says so."""
+    during backward, or at the W actions of a pipeline's schedule."""
 
     def __init__(self, products: LinearProducts, sums: Mapping[Tensor, ParameterGradientSum] | None = None) -> None:
         """`sums` are by weight; gradients of other weights are left to autograd."""
@@ -339,7 +339,7 @@ class WeightGradientQueue:
 
     @torch.no_grad()
     def compute(self, key: object) -> None:
-        """Compute what was left under a key. The gradient of a weight is complete after the last use of it."""
+        """Compute the gradients left under a key. The gradient of a weight is complete after the last use of it."""
         deferred = self._deferred.pop(key, [])
         uses, by_autograd = Counter(weight for weight, _ in deferred), dict[Tensor, Tensor]()
         while deferred:
@@ -378,17 +378,17 @@ class _QueuedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queue: WeightGradientQueue, *tensors: Any) -> Tensor:
         x, weight, bias = tensors
-        ctx.queue, ctx.leaf = queue, weight  # In recomputation, what backward finds saved is another tensor
+        ctx.queue, ctx.leaf = queue, weight  # In recomputation, backward finds another tensor saved
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
         return _no_view(queue.products.multiply(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), rows, products, of_weight = ctx.saved_tensors, gradient.flatten(0, -2), ctx.queue.products, None
+        (x, weight), rows, products, grad_weight = ctx.saved_tensors, gradient.flatten(0, -2), ctx.queue.products, None
         if ctx.needs_input_grad[2]:
             product = partial(products.weight_gradient, x.flatten(0, -2), rows)
             is_sum = not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[1][0])
-            of_weight = None if is_sum and ctx.queue.take(ctx.leaf, product) else product()
-        of_x = products.input_gradient(rows, weight) if ctx.needs_input_grad[1] else None
-        of_x = None if of_x is None else of_x.unflatten(0, gradient.shape[:-1])
-        return None, of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None
+            grad_weight = None if is_sum and ctx.queue.take(ctx.leaf, product) else product()
+        grad_x = products.input_gradient(rows, weight) if ctx.needs_input_grad[1] else None
+        grad_x = None if grad_x is None else grad_x.unflatten(0, gradient.shape[:-1])
+        return None, grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[3] else None

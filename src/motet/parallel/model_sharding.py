@@ -4,7 +4,7 @@ It stands outside of the model, whose code stays that of a single device. `Model
 
 The tensors of a model as the single-device module has them: logical names and whole shapes.
 
-Checkpoints, `motet verify` and the sharding of a model use logical names, whatever a rank holds of the tensor.
+Checkpoints, `motet verify` and the sharding of a model use logical names, whatever part of the tensor a rank holds.
 """
 
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ TensorKind = Literal["trained", "frozen", "statistics", "table", "load"]
 class TensorInfo:
     """One tensor of the model; tied tensors are one tensor with several names.
 
-    | kind | what it is |
+    | kind | meaning |
     |---|---|
     | trained, frozen | a parameter, which the optimizer updates or not |
     | statistics | a buffer that a forward updates, such as the mean of a batch norm |
     | table | a buffer that is computed when the model is built, such as rotary angles |
-    | load | a buffer that counts what each expert got |
+    | load | a buffer that counts the load of each expert |
     """
 
     name: str
@@ -139,7 +139,7 @@ class DimensionSplit:
 
 @dataclass(frozen=True)
 class ShardRule:
-    """How one parameter is split, and what its gradient still needs after backward.
+    """The split of one parameter, and the dimensions to sum its gradient over after backward.
 
     | parameter | splits | partial_over |
     |---|---|---|
@@ -178,23 +178,23 @@ BOUNDARY_OPERATIONS: Mapping[tuple[BoundaryOperation, BoundarySide], tuple[tuple
 class ActivationSize:
     """The elements that one call communicates, on all ranks together."""
 
-    width: int  # For each of what `per` counts in a micro-batch
+    width: int  # Elements for each unit of `per` in a micro-batch
     per: CountedPer = "token"
     needs_gradient: bool = True  # Otherwise nothing before it is trained
 
 
 @dataclass(frozen=True)
 class BoundaryComm:
-    """Communication of an activation where it enters or leaves a module; `scatter` adds what it scatters."""
+    """Communication of an activation where it enters or leaves a module; `scatter` is a reduce-scatter."""
 
     module: str
     side: BoundarySide
     argument: int | str  # Its index or name, or LOSS
     operation: BoundaryOperation
     over: str
-    dim: int = -1  # Along which the activation is split outside of the region
+    dim: int = -1  # Dimension of the activation that is split outside of the region
     shared_by: tuple[str, ...] = ()  # Other modules that read the same tensor; the communication is done once
-    sizes: tuple[ActivationSize, ...] = ()  # Of each call in a forward
+    sizes: tuple[ActivationSize, ...] = ()  # Size of each call in a forward
 
     @property
     def conjugate(self) -> BoundaryOperation:
@@ -204,7 +204,7 @@ class BoundaryComm:
 
 @dataclass(frozen=True)
 class InputWidth:
-    """An argument of a module whose code computes with its width, and so must see that of one of several ranks."""
+    """An argument of a module whose code computes with its width, and so must see the width on one rank."""
 
     module: str
     argument: int | str  # Its index or name
@@ -214,7 +214,7 @@ class InputWidth:
 
 @dataclass(frozen=True)
 class ActivationSplit:
-    """How an activation lies where it enters or leaves a module.
+    """The split of an activation where it enters or leaves a module.
 
     An entry of an input holds for everything that the modules inside return, unless they have an entry. One of several
     outputs is named after its index or key, such as `attention[1]`, or `[logits]` of the whole model. A split whose
@@ -223,7 +223,7 @@ class ActivationSplit:
 
     module: str
     side: BoundarySide
-    splits: tuple[DimensionSplit, ...] = ()  # A dimension that is not here is whole on each rank
+    splits: tuple[DimensionSplit, ...] = ()  # Other dimensions are whole on each rank
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,11 @@ class StageWire:
     argument: int | str  # Its index or name
     dims: tuple[int | str, ...]
     dtype: str
-    path: tuple[int | str, ...] = ()  # Of items, keys or attributes that lead to the tensor inside of the argument
+    path: tuple[int | str, ...] = ()  # Items, keys or attributes that lead to the tensor inside of the argument
     needs_gradient: bool = True
     is_constant: bool = False  # Later blocks get the same tensor
     is_written: bool = False  # The module writes into it
-    is_replicated: bool = True  # All tensor-parallel ranks have the same
+    is_replicated: bool = True  # All tensor-parallel ranks have the same tensor
 
     @property
     def place(self) -> tuple[int | str, ...]:
@@ -270,15 +270,15 @@ def _size_of_dim(dim: str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """The form of what a block returns, which a stage that skips the block returns without its values.
+    """The form of a block's output, which a stage that skips the block returns without its values.
 
-    It is a tensor like an argument of the block, perhaps of another shape; or an argument that is no tensor; or a plain
-    value; or a container.
+    It is a tensor like an argument of the block, perhaps of another shape; or a non-tensor argument; or a plain value;
+    or a container.
     """
 
     argument: tuple[int | str, ...] = ()  # The path to an argument
     dims: tuple[int | tuple[int | str, ...], ...] | None = None  # A size, or the path to an argument and its dimension
-    dtype: str = ""  # If it is not that of the argument
+    dtype: str = ""  # If it differs from that of the argument
     value: bool | int | float | str | None = None
     container: str = ""  # `tuple`, `list`, `dict`, or a class as `package.module:Class`
     items: tuple[tuple[int | str, "BlockOutput"], ...] = ()
@@ -288,7 +288,7 @@ class BlockOutput:
 class ModelSharding:
     """Everything about the split of one model."""
 
-    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # By logical name; what is not here is whole
+    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # By logical name; other tensors are whole
     boundary_comms: tuple[BoundaryComm, ...] = ()  # In the order of a forward
     attributes: tuple[tuple[str, str, int], ...] = ()  # (module, integer attribute, its value on a rank)
     activations: tuple[ActivationSplit, ...] = ()
@@ -300,11 +300,11 @@ class ModelSharding:
     stage_ranks: tuple[int, ...] = ()  # The pipeline rank of each stage. Empty: stage s is on rank s % pp
     # Tensors whose stages do not follow from their blocks -> stages that hold them
     stage_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    wires: tuple[tuple[StageWire, ...], ...] = ()  # What crosses the border between stage i and stage i + 1
-    block_names: tuple[str, ...] = ()  # Of the blocks that `stages` count, in the order in which a forward calls them
-    block_outputs: tuple[BlockOutput, ...] = ()  # What each block returns
-    input_widths: tuple[InputWidth, ...] = ()  # What modules see of the widths of their inputs
-    proof: str = ""  # How it was proven, where that was not by running all of the model
+    wires: tuple[tuple[StageWire, ...], ...] = ()  # Tensors that cross the border between stages i and i + 1
+    block_names: tuple[str, ...] = ()  # Names of the blocks that `stages` count, in the order of calls
+    block_outputs: tuple[BlockOutput, ...] = ()  # Form of each block's output
+    input_widths: tuple[InputWidth, ...] = ()  # Widths of inputs that modules see
+    proof: str = ""  # The proof, where it did not run all of the model
 
     def rule(self, name: str) -> ShardRule:
         """The rule of a tensor."""

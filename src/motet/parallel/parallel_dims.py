@@ -12,8 +12,8 @@ from motet.collectives.cost.alpha_beta import RankGroups
 class ParallelDims:
     """Named sizes, outermost first: ranks that differ in the last dimension alone are neighbours."""
 
-    sizes: tuple[tuple[str, int], ...]  # Such as ("pp", 2), ("dp", 2), ("tp", 2); what is missing has size 1
-    # Where a model ends that does not end on the last index: a pipeline may end on its first rank.
+    sizes: tuple[tuple[str, int], ...]  # Such as ("pp", 2), ("dp", 2), ("tp", 2); other dimensions have size 1
+    # Index where the model ends, if that is not the last: a pipeline may end on its first rank.
     ends: tuple[tuple[str, int], ...] = ()
 
     @cached_property
@@ -56,7 +56,7 @@ class ParallelDims:
         return tuple(tuple([first + offset for offset in offsets]) for first in firsts)
 
     def group_of(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The one of `groups` with this rank."""
+        """The group of `groups` that has this rank."""
         indices = {name: index for name, index in self.coordinates(rank).items() if name in names}
         first, stride = rank, self.ranks
         for name, size in self.sizes:

@@ -16,10 +16,10 @@ class RankPlace:
 
     rank: int
     host: int
-    device: int  # Of the host
+    device: int  # Its number on the host
     coordinates: Mapping[str, int]  # Its index in each dimension of several ranks
     stages: tuple[int, ...]
-    blocks: tuple[range, ...]  # Of each stage; empty without a pipeline
+    blocks: tuple[range, ...]  # Blocks of each stage; empty without a pipeline
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ def rank_groups(plan: StepPlan, cluster: Cluster) -> tuple[PlacedGroups, ...]:
         if len(group.stages) > 1 and group.names:
             stages = " and ".join(map(str, group.stages))
             by_purpose[f"gradients of stages {stages}"] = group.sum_groups
-    return tuple(PlacedGroups(what, groups, group_links(groups, cluster)) for what, groups in by_purpose.items())
+    return tuple(PlacedGroups(purpose, groups, group_links(groups, cluster)) for purpose, groups in by_purpose.items())
 
 
 def group_placement(
     dims: ParallelDims, name: str, devices_per_host: int, *, neighbours: int | None = None
 ) -> tuple[int, int]:
-    """(Ranks of a group of a dimension, or that many neighbours in it; how many of them a host has)."""
+    """(Ranks of a group of a dimension, or that many neighbours in it; the number of them on a host)."""
     size, hosts = neighbours or dims.size(name), -(-dims.ranks // devices_per_host)
     on_host = max(1, devices_per_host // dims.stride(name))
     return size, min(size, max(on_host, -(-size // hosts)))  # Some hosts have more where a stride does not divide them

@@ -15,12 +15,12 @@ from motet.parallel.parallel_dims import ParallelDims
 
 @dataclass(frozen=True)
 class TensorRole:
-    """How tensor-parallel ranks hold a tensor, or equal tensors of several blocks, such as `blocks.{i}.norm.weight`."""
+    """A tensor on tensor-parallel ranks, or equal tensors of several blocks, such as `blocks.{i}.norm.weight`."""
 
     name: str
     count: int
     shape: tuple[int, ...]
-    split: str  # columns, rows, vocabulary, whole, or the dimension of a tensor that is no weight of a layer
+    split: str  # columns, rows, vocabulary, whole, or the dimension of a tensor other than a layer's weight
     local_shape: tuple[int, ...]
     partial_over: tuple[str, ...]  # Dimensions of more than one rank over which its gradient is summed
     reason: str
@@ -72,7 +72,7 @@ def _with_numbers(name: str, tensors: Iterable[TensorInfo]) -> str:
 def split_layers(sharding: ModelSharding) -> dict[str, str]:
     """The split of each layer at which ranks communicate. Columns open a region, which rows close.
 
-    A layer that takes its features of what it reads has rows alone. Other rows without columns before them, or by the
+    A layer that takes its features of a whole input has only rows. Other rows without columns before them, or by the
     layer itself, are those of an embedding or a head, and columns that nothing closes are those of a head.
     """
     splits, open_layers, rows_alone = dict[str, str](), list[str](), set[str]()
@@ -114,7 +114,7 @@ def repeated_products(inventory: ModelInventory, sharding: ModelSharding, flops:
     """The fraction of the FLOPs of products with weights that every tensor-parallel rank repeats.
 
     `flops` are those of the weights by name. Where they are not known, every layer takes all tokens. A layer is then a
-    matrix that is split, or is whole for a stated reason, and that is no table of embeddings.
+    matrix that is split, or is whole for a stated reason, and that is not a table of embeddings.
     """
     if not flops or not flops.keys() <= {tensor.name for tensor in inventory.tensors}:
         layers = split_layers(sharding)

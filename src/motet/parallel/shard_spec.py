@@ -1,6 +1,6 @@
 """The shard of a tensor that a rank holds: a product of spans, one or several along each dimension.
 
-The shards of one tensor on all ranks, as classes: ranks with the same indices in some dimensions hold the same.
+The shards of one tensor on all ranks, as classes: ranks with the same indices in some dimensions hold the same shard.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -19,7 +19,7 @@ ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths along 
 class ShardSpec:
     """A fused query, key and value has three spans along its first dimension; a split vocabulary one, and padding."""
 
-    shape: tuple[int, ...]  # Of the whole
+    shape: tuple[int, ...]  # Shape of the whole tensor
     spans: tuple[tuple[tuple[int, int], ...], ...]  # (first, stop) along each dimension, in local order
     padding: tuple[int, ...] = ()  # Zeros after the spans of each dimension; empty: none
 
@@ -108,7 +108,7 @@ class HeldShards(Mapping[int, ShardSpec]):
 
     @cached_property
     def pattern(self) -> tuple[tuple[str, ...], tuple[tuple[tuple[int, ...], int], ...]]:
-        """Which indices have equal shards: the same for two tensors if the same ranks hold equal shards of both."""
+        """The indices that have equal shards: the same for two tensors if the same ranks hold equal shards of both."""
         numbers = dict[ShardSpec, int]()
         classes = ((place, numbers.setdefault(spec, len(numbers))) for place, spec in self.shards.items())
         return self.over, tuple(classes)

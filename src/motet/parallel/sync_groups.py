@@ -27,7 +27,7 @@ class SyncGroup:
     names: tuple[str, ...]
     sum_groups: RankGroups  # Ranks that hold the same shard and add its gradient; `sharding` numbers them in this order
     copy_groups: Mapping[str, RankGroups]  # By name: ranks with identical copies; the first is counted in the norm
-    sharding: DataParallelSharding  # Of the ranks of a sum group
+    sharding: DataParallelSharding  # Sharding over the ranks of a sum group
     unit_kind: Literal["rows", "bucket"]
     stages: tuple[int, ...]  # Stages that hold the tensors
     frozen: tuple[str, ...] = ()  # Frozen parameters that its ranks shard too
@@ -56,9 +56,9 @@ def make_sync_groups(
     """Groups of all trained tensors, in the order in which they start collectives: by stage, rows before buckets.
 
     Frozen parameters have no gradient, so no group trains them; but stage 3 shards them over the ranks of a group. It
-    cuts into rows what only data-parallel ranks add: FSDP2 shards all parameters of a module over the same ranks. A
-    codec rounds by what it compresses together, so it gets no whole tensors together with split ones: copies would
-    become different.
+    cuts into rows the tensors that only data-parallel ranks add: FSDP2 shards all parameters of a module over the same
+    ranks. A codec rounds by the tensors that it compresses together, so it gets no whole tensors together with split
+    ones: copies would become different.
     """
     dims, specs = layout.dims, model_sharding.specs(inventory, layout.dims)
     module_parts, all_dims = set(module_part_groups(dims)), set(dict(dims.sizes))
@@ -71,7 +71,7 @@ def make_sync_groups(
     for tensor in (tensor for tensor in inventory.tensors if tensor.kind in ("trained", "frozen")):
         shards, partial_over = specs[tensor.name], {*model_sharding.partial_over(tensor)}
         partial_over -= {TENSOR_DIMENSION} if tensor.kind == "frozen" else set()
-        # What several stages compute of a row is added row by row there, before ranks add up rows.
+        # Gradients of a row from several stages are added row by row there, before ranks add up rows.
         partial_over -= {"pp"} if layout.sharding.reproducible_batch_size else set()
         if (ranks_key := (shards.pattern, frozenset(partial_over))) not in known_ranks:
             sums, copies = (shards.ranks_of_equal_shards(same) for same in (all_dims - partial_over, partial_over))
@@ -147,7 +147,7 @@ METRIC_REPORTERS: Mapping[str, Mapping[str, int]] = {
     "targets": {"pp": -1, "tp": 0},
     "tokens": {"pp": 0, "cp": 0, "tp": 0},
     "rows": {"pp": 0, "cp": 0, "tp": 0},
-    "stop": {},  # Of any rank: more than 0 counts
+    "stop": {},  # Any rank: more than 0 counts
 }
 
 

@@ -1,6 +1,6 @@
 """The techniques of distributed training that settings choose, and the table of the pairs that work together.
 
-docs/reference/compositions.md is made from the table; tests/train/test_techniques.py compares it with what happens.
+docs/reference/compositions.md is made from the table; tests/train/test_techniques.py compares it with jobs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -87,7 +87,7 @@ REFUSALS: dict[str, str] = {
     "s": "only stage 3 gathers parameters again for backward",
     "w": "a replica has no secondary copies",
     "k": "servers sum the gradients and keep the parameters",
-    "c": "a codec rounds by what lies on one rank",
+    "c": "a codec rounds by the elements on one rank",
     "i": "another number of independent replicas is another training",
     "a": "independent replicas average whole models, and a rank holds a part of one",
     "v": "servers keep whole tensors, and workers compute whole models",
@@ -100,9 +100,9 @@ REFUSALS: dict[str, str] = {
     "leave communication.overlap out",
     "m": "{row} compares ranks that take a step together, which workers of a parameter server do not; leave it out, or "
     "set layout.server.transport=collectives",
-    "e": "what a codec leaves out of gradients is added in the next step, whose loss scale may be another",
+    "e": "the error of a codec is added to gradients of the next step, whose loss scale may differ",
     "j": "an overflow would change the loss scale of one replica alone",
-    "l": "servers decide about updates by themselves, and know no loss scale",
+    "l": "servers decide about updates by themselves, without a loss scale",
     "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave "
     "it out, or set layout.server.transport=collectives",
     "q": "servers of processes update with torch's optimizers, whose moments have the dtype of the masters",
@@ -128,7 +128,7 @@ def used_techniques(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_techniques(settings: Mapping[str, Any]) -> None:
-    """Refuse settings, as nested values without what has no effect, whose techniques do not work together."""
+    """Refuse settings, as nested values without ineffective ones, whose techniques do not work together."""
     used = used_techniques(settings)
     for technique, other, cell in technique_pairs():
         if technique in used and other in used and cell in REFUSALS:

@@ -51,8 +51,8 @@ def new_named_process_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
     `torch.distributed.new_group` either asks all ranks of the world for every group, or names a group after the number
     of groups that a rank has made, which differs between stages of a pipeline. Here the name follows from the ranks,
-    and from how many groups they have made together before. With NCCL communicators that are split from that of the
-    world, all ranks call this together: members of disjoint groups, and other ranks with any group.
+    and from the number of groups that they have made together before. With NCCL communicators that are split from that
+    of the world, all ranks call this together: members of disjoint groups, and other ranks with any group.
     """
     c10d, members = dist.distributed_c10d, sorted(ranks)
     world = c10d._get_default_group()
@@ -81,7 +81,7 @@ def is_innermost_mode(mode: TorchFunctionMode) -> bool:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether something is called with the gradient of a tensor before it is accumulated."""
+    """Whether a hook gets the gradient of a tensor before it is accumulated."""
     return bool(tensor._backward_hooks)
 
 
@@ -89,7 +89,7 @@ def accumulates_into_leaf(node: Node) -> bool:
     """Whether the backward under way accumulates into the leaf of this node, which torch.autograd.grad does not."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # What torch raises for the leaf of which torch.autograd.grad wants the gradient
+    except RuntimeError:  # Torch raises it for the leaf whose gradient torch.autograd.grad wants
         return False
 
 
@@ -105,7 +105,7 @@ def autocasts(x: Tensor) -> bool:
 
 @contextmanager
 def without_recomputation() -> Iterator[None]:
-    """Inside, torch.utils.checkpoint calls functions and keeps what they save for backward, in both of its variants."""
+    """Inside, torch.utils.checkpoint calls functions and keeps their saved tensors, in both of its variants."""
 
     def call_reentrant(function: Any, _: bool, *args: Any) -> Any:
         return function(*args)
@@ -121,7 +121,7 @@ def without_recomputation() -> Iterator[None]:
 
 
 def _parameters_of(block: FSDPModule) -> Iterator[tuple[Any, Any]]:
-    """(group, parameter) of FSDP2 for what a block gathers."""
+    """(group, parameter) of FSDP2 for each parameter that a block gathers."""
     state: Any = block._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return ((group, parameter) for group in groups if group is not None for parameter in group.fsdp_params)
@@ -181,8 +181,8 @@ def fake_process_group(rank: int, world: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Clear what torch remembers of operations on DTensors: a mesh in it has the position of the rank before, and is
-    equal to that of the next rank."""
+    """Clear torch's caches of operations on DTensors: a mesh in them has the position of the rank before, and is equal
+    to that of the next rank."""
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()

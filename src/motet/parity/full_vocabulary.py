@@ -249,7 +249,7 @@ class _RankOfHead:
         if self.threads.ranks == 1:
             return None
         spec = _shard(self.full.tensors["head"], self.threads.ranks, self.rank)
-        shard = RankVocabularyShard.of_spec(spec, 0, group=SINGLE_RANK_GROUP)
+        shard = RankVocabularyShard.from_spec(spec, 0, group=SINGLE_RANK_GROUP)
         return _ThreadVocabularyShard(shard.start, shard.stop, shard.size, shard.group, self)
 
 

@@ -144,5 +144,5 @@ def test_the_name_has_the_role() -> None:
     for text, role in names.items():
         assert {role_of_process(name) for name in text.split()} == {ProcessRole(role)}
     for name in ["", "s", "w-1", "s0 ", "coordinator2", "a/b/w0", "a b/w0", "w0\n", "s0x", "/w0", "s" + "1" * 10]:
-        with pytest.raises(BadMessageError, match="is no name of a process"):
+        with pytest.raises(BadMessageError, match="is not the name of a process"):
             role_of_process(name)

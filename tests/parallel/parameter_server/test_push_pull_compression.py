@@ -143,7 +143,7 @@ def test_a_late_gradient_is_corrected() -> None:
         (0, {"master": torch.ones(1)}, r"slice 0 has master of shape \[1\], not \[512\]"),
         (0, {"master": torch.ones(SIZE), "exp_avg": torch.ones(2)}, r"slice 0 has exp_avg of shape \[2\], not \[512\]"),
         (0, {"exp_avg": torch.ones(SIZE)}, "or its state has no master parameters"),
-        (7, {"master": torch.ones(SIZE)}, "slice 7 is none of the 1 of this run"),
+        (7, {"master": torch.ones(SIZE)}, "slice 7 is not one of the 1 of this run"),
     ],
 )
 def test_a_state_of_other_tensors_is_refused(slice_id: int, state: dict[str, Tensor], sentence: str) -> None:

@@ -50,9 +50,9 @@ def test_a_byte_order_mark_is_no_action(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("", r"bad\.csv has no actions; write a line for each rank, such as 0F0,0B0$"),
-        ("0F0,0B0\n1F0,1X0", r"bad\.csv, line 2, cell 2: '1X0' is no action; .* 0F3, with a kind of F, B, .*SEND_F"),
-        ("0F0,,B0", r"line 1, cell 3: 'B0' is no action"),
-        ("0F0,(0B0;1F1OVERLAP_F_B", r"line 1, cell 2: '\(0B0;1F1OVERLAP_F_B' is no action"),
+        ("0F0,0B0\n1F0,1X0", r"bad\.csv, line 2, cell 2: '1X0' is not an action; .* 0F3, with a kind of F, .*SEND_F"),
+        ("0F0,,B0", r"line 1, cell 3: 'B0' is not an action"),
+        ("0F0,(0B0;1F1OVERLAP_F_B", r"line 1, cell 2: '\(0B0;1F1OVERLAP_F_B' is not an action"),
         ("0F0,0B0\n2F0,2B0", r"has stage 2, but no stage 1; number them from 0 without gaps$"),
         ("0F1,0B1", r"has micro-batch 1, but no micro-batch 0"),
         ("0F0,999999F0", r"has stage 999999, but no stage 1"),
@@ -108,7 +108,7 @@ def test_a_file_for_other_numbers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     path.write_text(format_schedule(make_schedule("zb-v", 2, chunks=2, microbatches=4)), encoding="utf-8")
     for ranks, chunks, microbatches, what in (
-        (3, 2, 4, "2 ranks, but 3"),
+        (3, 2, 4, "2 ranks, not 3"),
         (2, 1, 4, "2 chunks"),
         (2, 2, 8, "4 micro-b"),
     ):

@@ -165,7 +165,7 @@ def test_a_schedule_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     check_all(schedule)
     assert " ".join(map(str, schedule.compute_actions[1])) == "1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3"
     for words, sentence in (
-        ("F0 B1", r"'pairs': 'B1' is no action of a rank with 1 chunks; .* such as F0"),
+        ("F0 B1", r"'pairs': 'B1' is not an action of a rank with 1 chunks; .* such as F0"),
         ("F0 W", r"'pairs': 'W' has no I before it"),
         ("B0 F0 " * 4, r"schedule pairs: rank 0 has 0B0 before 0F0"),
         ("F0 " * 3 + "B0 " * 3, r"micro-batch 3 has at stage 0 0 forwards"),
@@ -179,8 +179,8 @@ def test_a_schedule_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "numbers", "sentence"),
     [
         ("2f2b", (2, 1, 4), r"no schedule '2f2b'; use one of gpipe, 1f1b, "),
-        ("zb-v", (2, 3, 4), r"holds 3 chunks, but 2 with the schedule 'zb-v'; give 2 chunks$"),
-        ("gpipe", (2, 2, 4), r"; give 1 chunk$"),
+        ("zb-v", (2, 3, 4), r"schedule 'zb-v' has 2 chunks a rank, not 3; give 2$"),
+        ("gpipe", (2, 2, 4), r"schedule 'gpipe' has 1 chunk a rank, not 2; give 1$"),
         ("1f1b", (0, 1, 4), r"a pipeline cannot have 0 ranks; give 1 or more$"),
         ("1f1b", (2, 1, 0), r"0 micro-batches; give 1 or more$"),
         ("interleaved", (2, 0, 1), r"0 chunks; give 1 or more$"),

@@ -48,7 +48,7 @@ class BucketReduction:
     """The gradients of one bucket from the end of their backward to their sum over all ranks.
 
     Collectives of a bucket follow one another. Those of each micro-batch reduce its gradients, which are then added to
-    those before; those of the last micro-batch reduce what has been added up.
+    those before; those of the last micro-batch reduce the accumulated sum.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BucketReduction:
         self._todo: list[CommUnitAction] = []
         self._running: CommUnitAction | None = None
         self._work: WorkHandle | None = None
-        self._new_sum: Tensor | None = None  # Of this micro-batch, where it is added to those before
+        self._new_sum: Tensor | None = None  # Sum of this micro-batch, where it is added to those before
 
     def start(self, is_first: bool, is_last: bool) -> None:
         """Start the first collective of this micro-batch, whose gradients are complete."""
@@ -162,7 +162,7 @@ class _ParameterUsageRecorder:
     def __init__(self, module: nn.Module, bucket_ids: Mapping[int, int]) -> None:
         self._bucket_ids = bucket_ids
         self._active_modules: list[nn.Module] = []
-        self._last_module: nn.Module | None = None  # Called last while no other module was active
+        self._last_module: nn.Module | None = None  # Module called last while no other was active
         self.uses: dict[tuple[nn.Module | None, int], None] = {}
         self.used_parameters: set[int] = set()
         starts = [inner.register_forward_pre_hook(self._on_forward_start) for inner in module.modules()]
@@ -285,8 +285,8 @@ class BucketedDataParallel:
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
     ) -> None:
-        """Begin the backward of a micro-batch, which is the first or last of the step that is reduced. Gradients of one
-        that only `accumulates` are added to those of the next. One that is deferred has weight gradients alone."""
+        """Begin the backward of a micro-batch, perhaps the first or last that the step reduces. With `accumulates`, its
+        gradients are only added to those of the next. A deferred backward has only weight gradients."""
         self.wait_for_pending()
         if self._usage_tracker:
             self._usage_tracker.finish_recording()
@@ -405,7 +405,7 @@ class BucketedDataParallel:
         check_input(
             not self._pending_gathers,
             'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
-            "have replaced what you assigned; call engine.synchronize() before you change any",
+            "have replaced your values; call engine.synchronize() before you change any",
         )
         self.flat_parameters.load_assigned_values()
 

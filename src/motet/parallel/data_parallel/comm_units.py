@@ -33,14 +33,14 @@ ShardRanges = tuple[tuple[int, int], ...]  # (first, stop) of each shard, from t
 class ShardedSpan(NamedTuple):
     """Consecutive elements that are cut into shards: a bucket with its padding, or one parameter at stage 3."""
 
-    start: int  # In the flat tensor of all units of its kind
+    start: int  # Offset in the flat tensor of all units of its kind
     length: int
     shard_ranges: ShardRanges
 
 
 @dataclass(frozen=True)
 class CommUnit:
-    """A unit of communication: a bucket of stages 0 to 2, or what stage 3 gathers together."""
+    """A unit of communication: a bucket of stages 0 to 2, or parameters that stage 3 gathers together."""
 
     name: str  # Unique within a plan
     kind: UnitKind
@@ -48,7 +48,7 @@ class CommUnit:
     spans: tuple[ShardedSpan, ...]
     schedule: UnitSchedule
     shards: int
-    shapes: Mapping[str, Shape]  # Of all tensors of the group
+    shapes: Mapping[str, Shape]  # Shapes of all tensors of the group
 
     @property
     def members(self) -> tuple[BucketParameter, ...]:
@@ -117,7 +117,7 @@ class SyncGroupPlan:
     """The units of one sync group, in the order in which they are reduced. Ranks are numbered within a sum group."""
 
     group: SyncGroup
-    shapes: Mapping[str, Shape]  # Of the group's tensors, as a rank holds them before data parallelism shards them
+    shapes: Mapping[str, Shape]  # Shapes on a rank before data parallelism shards the group's tensors
     units: tuple[CommUnit, ...]
 
     def position(self, rank: int) -> int | None:
@@ -125,7 +125,7 @@ class SyncGroupPlan:
         return self.group.position_of_rank.get(rank)
 
     def counted_names(self, rank: int) -> frozenset[str]:
-        """Tensors whose sums a rank adds to the squared norm: it is the first of their copies, and the plan says so."""
+        """Tensors whose sums a rank adds to the squared norm: it is the first of their copies, with a norm action."""
         position, schedule = self.position(rank), next((unit.schedule for unit in self.units if unit.members), ())
         if not any(position in a.position_of_rank for a in schedule if a.kind == "norm"):
             return frozenset()

@@ -65,7 +65,7 @@ class CompositeDataParallel:
             engine.end_backward()
 
     def engines_of(self, *stages: int) -> list[DataParallelEngine]:
-        """The engines of what exactly these stages of a pipeline hold."""
+        """The engines of the parameters that exactly these stages of a pipeline hold."""
         return [engine for engine in self.engines if engine.plan.group.stages == stages]
 
     def keeps_gradients(self, stage: int) -> bool:

@@ -1,7 +1,7 @@
 """The shards of ranks that add the same gradients, and the rows of a global batch that each of them reads.
 
 Where gradients are summed by a tree over rows (`reproducible_batch_size`), a rank computes rows one by one. At stages 0
-and 1 its rows are neighbours: it adds what it can locally, and exchanges the rest once a step. At stages 2 and 3
+and 1 its rows are neighbours: it adds neighbours locally, and exchanges the rest once a step. At stages 2 and 3
 partial sums are exchanged after each backward, so that no rank keeps an unsharded gradient. There the ranks of a
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
@@ -48,7 +48,7 @@ class DataParallelSharding:
 
     @property
     def shard_groups(self) -> RankGroups:
-        """Neighbouring ranks that hold one copy of what is sharded."""
+        """Neighbouring ranks that hold one copy of the sharded state."""
         return _consecutive_groups(self.ranks, self.shards)
 
     @property
@@ -58,7 +58,7 @@ class DataParallelSharding:
 
     @property
     def secondary_shard_groups(self) -> RankGroups:
-        """Neighbouring ranks that hold one secondary copy; none if there is no such copy."""
+        """Neighbouring ranks that hold one secondary copy; empty without such a copy."""
         return _consecutive_groups(self.ranks, self.secondary_shards) if self.secondary_shards else ()
 
     @property
@@ -68,7 +68,7 @@ class DataParallelSharding:
         return tuple(ranks[position::size] for ranks in self.shard_groups for position in range(size))
 
     def shard_of_rank(self, rank: int) -> int:
-        """The shard that a rank holds of what is sharded."""
+        """The index of the shard that a rank holds."""
         return rank % self.shards
 
     def rows_per_microbatch(self, batch_sequences: int) -> int:

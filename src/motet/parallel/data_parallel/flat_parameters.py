@@ -36,7 +36,7 @@ STRAY_GRADIENT = (
 class LocalShard(NamedTuple):
     """The contiguous elements of a parameter that a rank holds, from `start` on."""
 
-    shape: torch.Size  # Of the unsharded parameter
+    shape: torch.Size  # Shape of the unsharded parameter
     start: int
     values: Tensor
 
@@ -61,7 +61,7 @@ class GradientBuffer:
         self._flat = torch.zeros(buckets[-1].stop if keeps_all else offsets[-1], dtype=dtype, device=device)
         self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
         self._names = [frozenset(member.name for member in bucket.members) for bucket in buckets]
-        # By bucket: parameters whose next gradient replaces what is in the buffer.
+        # By bucket: parameters whose next gradient replaces the contents of the buffer.
         self._unwritten: list[set[str]] = [set() for _ in buckets]
         self._missing: list[set[str]] = [set() for _ in buckets]  # Parameters without a gradient in this backward
         self.on_bucket_ready: Callable[[int], None] = lambda bucket_id: None
@@ -113,7 +113,7 @@ class GradientBuffer:
         self._unwritten[bucket_id] = set()
 
     def begins_sum(self, bucket_id: int, name: str) -> bool:
-        """Whether the next gradient of a parameter replaces what is in the buffer. Those after it are added."""
+        """Whether the next gradient of a parameter replaces the contents of the buffer. Later ones are added."""
         unwritten = self._unwritten[bucket_id]
         is_first = name in unwritten
         unwritten.discard(name)
@@ -125,11 +125,11 @@ class GradientBuffer:
         return self.bucket(bucket_id)[member.start - start : member.stop - start].view(shape)
 
     def lasting_view_of(self, bucket_id: int, member: BucketParameter, shape: torch.Size) -> Tensor | None:
-        """The same, if it stays the same tensor."""
+        """The same part, if it stays the same tensor."""
         return self.view_of(bucket_id, member, shape) if self._keeps_all else None
 
     def complete(self, bucket_id: int, member: BucketParameter) -> None:
-        """Say that a parameter has its gradient of this backward."""
+        """Mark the gradient of a parameter as complete in this backward."""
         missing = self._missing[bucket_id]
         missing.discard(member.name)
         if not missing:
@@ -137,14 +137,14 @@ class GradientBuffer:
 
 
 class ParameterGradientSum:
-    """Adds gradients of one parameter to its bucket: what autograd has accumulated, and products of a linear layer."""
+    """Adds gradients of one parameter to its bucket: the sums of autograd, and products of a linear layer."""
 
     def __init__(
         self, parameter: nn.Parameter, buffer: GradientBuffer, bucket_id: int, *, member: BucketParameter
     ) -> None:
         self._buffer, self._bucket_id, self._member, self._shape = buffer, bucket_id, member, parameter.shape
         self._lasting_view = buffer.lasting_view_of(bucket_id, member, parameter.shape)
-        self._has_product = False  # One was added in this backward, of which autograd does not know
+        self._has_product = False  # A product was added in this backward without autograd
         parameter.register_post_accumulate_grad_hook(_call_while_alive(WeakMethod(self._collect)))
 
     def _collect(self, parameter: Tensor) -> None:
@@ -158,7 +158,7 @@ class ParameterGradientSum:
                 self._view().add_(grad)
             parameter.grad = None
             del grad  # before the bucket is sent, which may allocate more
-        elif not self._has_product:  # It was left for later, and autograd calls hooks nevertheless
+        elif not self._has_product:  # The product was deferred, and autograd calls hooks nevertheless
             return
         self.complete()
 
@@ -169,7 +169,7 @@ class ParameterGradientSum:
         self._has_product = True
 
     def complete(self) -> None:
-        """Say that the parameter has its gradient of this backward."""
+        """Mark the parameter's gradient as complete in this backward."""
         self._has_product = False
         self._buffer.complete(self._bucket_id, self._member)
 
@@ -195,7 +195,7 @@ class OptimizerSlice(NamedTuple):
 
     bucket_id: int
     optimizer_group: int
-    flat_slice: slice  # In the flat tensors
+    flat_slice: slice  # Range in the flat tensors
     master: Tensor
 
 
@@ -271,8 +271,8 @@ class FlatParameters:
             shape, device = self._shapes[name], self.compute.device
             check_input(
                 values.shape == shape and values.device == device,
-                f"parameter {name} has become {list(values.shape)} on {values.device} after the module was "
-                f"parallelized, when it was {list(shape)} on {device}; change shapes and devices before",
+                f"parameter {name} is {list(values.shape)} on {values.device}, but was {list(shape)} on {device} when "
+                "the module was parallelized; change shapes and devices before",
             )
         for name, values in assigned.items():
             view = self._view(self._members[name])
@@ -284,7 +284,7 @@ class FlatParameters:
                 master.copy_(torch.where(master.to(compute.dtype) == compute, master, compute.to(master.dtype)))
 
     def check_storage_unchanged(self) -> None:
-        """Raise if a parameter is no view of the flat tensor any more: updates would not reach it."""
+        """Raise if a parameter has stopped being a view of the flat tensor: updates would not reach it."""
         addresses = self._addresses.items()
         moved = next((name for name, address in addresses if self._parameters[name].data_ptr() != address), None)
         check_input(
@@ -349,7 +349,7 @@ def fill_parameters(
     values: ParameterValues,
     device: torch.device,
 ) -> None:
-    """Fill the shards of parameters, and all other parameters of the module; `specs` says what the rank holds."""
+    """Fill the shards of parameters, and all other parameters of the module; `specs` are the rank's shards."""
     by_name: dict[str, list[LocalShard]] = {}
     for name, shard in shards:
         by_name.setdefault(name, []).append(shard)

@@ -130,8 +130,8 @@ class FSDP2DataParallel:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 raise InputError(
-                    "layout.zero = 3 gathers the parameters of a block when it is called, but "
-                    f"{type(self.root.module).__name__} uses some of one in another way; use layout.zero = 2"
+                    f"{type(self.root.module).__name__} uses parameters of a block outside of its call, where "
+                    "layout.zero = 3 does not gather them; use layout.zero = 2"
                 ) from error
             if not torch.is_grad_enabled():  # no backward will reshard them
                 self._reshard()
@@ -172,8 +172,8 @@ class FSDP2DataParallel:
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
     ) -> None:
-        """Begin a backward. Gradients of one that only `accumulates` stay unsharded, and are added to those of
-        the next. One that is deferred has weight gradients alone, after the backward of their inputs."""
+        """Begin a backward. With `accumulates`, its gradients stay unsharded, and are added to those of the next. A
+        deferred backward has only weight gradients, after the backward of their inputs."""
         self._is_deferred = is_deferred
         accumulates |= not is_last and not self._reduces_each_microbatch
         if accumulates != self._accumulates:
@@ -235,13 +235,13 @@ class FSDP2DataParallel:
 
 
 def _prefetch_within_stage(units: Sequence[FSDPModule]) -> None:
-    """Gather in the backward of a unit the one before it in the forward, and nothing in that of the first.
+    """Prefetch in a unit's backward the unit before it in the forward; the backward of the first prefetches nothing.
 
     By itself FSDP2 prefetches in the order of all forwards so far. A stage of a pipeline runs forwards of later
-    micro-batches before a backward: the first block would gather the last again, and nobody would use it.
+    micro-batches before a backward: the first block would gather the last again without a use.
     """
     for before, unit in zip((units[0], *units), units, strict=False):
-        unit.set_modules_to_backward_prefetch([before])  # The first: itself, which it has already
+        unit.set_modules_to_backward_prefetch([before])  # The first prefetches itself, which is gathered already
 
 
 class _FSDPRootModule(nn.Module):
@@ -287,7 +287,7 @@ def _part_of_module(module: nn.Module, blocks: set[nn.Module], parameters: set[n
 
 
 def _local_rows(tensor: Tensor) -> Tensor:
-    """This rank's rows, flat, by no operation on the DTensor: torch caches results with ended process groups."""
+    """This rank's rows, flat, without an operation on the DTensor: torch caches results with ended process groups."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():  # else `to_local` is a function of autograd, which takes twice as long
         local: Tensor = tensor.to_local()
@@ -306,7 +306,7 @@ class _FSDPCustomCollective:
 
     communicator: DataParallelCommunicator
     unit_id: int
-    actions: tuple[CommUnitAction, ...]  # Of this kind, in the schedule of the unit
+    actions: tuple[CommUnitAction, ...]  # Actions of this kind, in the schedule of the unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -378,7 +378,7 @@ def _install_collectives(
 
 
 def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMesh) -> None:
-    """Do what an integer `reshard_after_forward` of FSDP2 does."""
+    """Do the same as an integer `reshard_after_forward` of FSDP2."""
     # FSDP2 itself would make process groups for every block, and wrong ones where ranks are several replicas.
     groups = (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
     intra, inter, shards = (group.process_group for group in groups if group)

@@ -41,8 +41,8 @@ ActionKind = Literal[
     "all_gather", "keep_secondary", "reduce_scatter", "all_reduce", "tree_reduce_scatter", "tree_all_reduce",
     "two_level_reduce_scatter", "reduce", "broadcast", "norm", "update",
 ]  # fmt: skip
-# Before each forward and backward of a unit; when a backward has its gradients, that of each micro-batch or the last;
-# and once, after all ranks have agreed on the norm.
+# Times of actions: before each forward and backward of a unit; when a backward has its gradients, in each micro-batch
+# or the last; and once, after all ranks have agreed on the norm.
 Moment = Literal["forward", "backward", "microbatch", "last_microbatch", "step"]
 MOMENTS = get_args(Moment)
 CommunicatedTensor = Literal["gradients", "parameters"]
@@ -100,7 +100,7 @@ def with_shards(actions: Iterable[StageAction]) -> Iterator[tuple[StageAction, b
 
 
 class ShardedStates(NamedTuple):
-    """Whether a rank keeps only its shard of each state between steps; what is not sharded is replicated."""
+    """Whether a rank keeps only its shard of each state between steps; unsharded states are replicated."""
 
     parameters: bool
     gradients: bool
@@ -131,7 +131,7 @@ class FSDPUnit:
 
 
 def padded_shard_numel(shapes: Iterable[Shape], shards: int) -> int:
-    """Elements of a shard with padding: of each parameter as many rows as the first shard has."""
+    """Elements of a shard with padding: as many rows of each parameter as the first shard has."""
     return sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes)
 
 
@@ -142,7 +142,7 @@ def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 def is_cut_into_rows(shape: Shape, dtype: str, sharding: DataParallelSharding) -> bool:
-    """Whether stage 3 shards a parameter; in a bucket stay those without rows or elements, integers, and small ones."""
+    """Whether stage 3 shards a parameter; buckets keep tensors without rows or elements, integers, and small ones."""
     has_shards, is_large = sharding.zero == 3 and sharding.shards > 1, prod(shape) >= max(1, sharding.min_shard_numel)
     return has_shards and is_large and len(shape) > 0 and "float" in dtype
 
@@ -191,12 +191,12 @@ class CommUnitAction:
     | two_level_reduce_scatter | the same, by a sum over `intra_groups` and then one over `inter_groups` |
     | tree_reduce_scatter, tree_all_reduce | the same as without `tree_`, in the order of one tree over the rows |
     | reduce | ranks sum the unit; its owner gets the sum |
-    | all_reduce | ranks sum what they hold, and all of them get the sum |
+    | all_reduce | ranks sum their tensors, and all of them get the sum |
     | norm | ranks add the sums that they hold to the squared norm |
-    | update | the group is one copy of the model; its ranks update what they hold |
+    | update | the group is one copy of the model; its ranks update the masters that they hold |
     | all_gather | each rank gets the unsharded unit, from shards in the order of the group |
     | broadcast | each rank gets the unit from its owner |
-    | keep_secondary | ranks keep secondary shards of what was gathered |
+    | keep_secondary | ranks keep secondary shards of the gathered parameters |
     """
 
     kind: ActionKind
@@ -204,7 +204,7 @@ class CommUnitAction:
     rank_groups: RankGroups
     over: GroupName | None = None
     tensor: CommunicatedTensor = "gradients"
-    overlaps: bool = False  # While the ranks compute; a gather of the step then arrives in the next forward
+    overlaps: bool = False  # Runs while the ranks compute; a gather of the step then arrives in the next forward
     codec: Codec | None = None
     keeps_error: bool = False  # Error feedback
     intra_groups: RankGroups = ()
@@ -229,7 +229,7 @@ class CommUnitAction:
         return len(self.rank_groups[0])
 
     def times(self, microbatches: int) -> int:
-        """How often it happens in a step."""
+        """The number of times that the action happens in a step."""
         return 1 if self.moment in ("last_microbatch", "step") else microbatches
 
 
@@ -239,7 +239,7 @@ UnitSchedule = tuple[CommUnitAction, ...]
 def make_unit_schedule(
     settings: CommunicationSettings, sharding: DataParallelSharding, unit: UnitKind = "bucket", *, trained: bool = True
 ) -> UnitSchedule:
-    """The actions on a unit, which has something to be `trained` or is only gathered."""
+    """The actions on a unit, which has `trained` parameters or is only gathered."""
     groups, codecs = resolve_communication_groups(settings, sharding), resolve_codecs(settings, sharding)
     stage = 3 if unit != "bucket" else min(sharding.zero, 2)
     if sharding.reproducible_batch_size:
@@ -250,7 +250,7 @@ def make_unit_schedule(
         reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
         gathers_again=unit == "block" and sharding.reshard_after_forward,
     )
-    if unit == "bucket" and sharding.zero == 3 and sharding.shards > 1:  # What is not cut into rows is small
+    if unit == "bucket" and sharding.zero == 3 and sharding.shards > 1:  # Parameters without rows are small
         codecs = CommunicationCodecs()
     rank_groups = {"shards": groups.shard_groups, "replicas": groups.replica_groups}
     norm_groups = (tuple(ranks[0] for ranks in groups.replica_groups),)

@@ -45,7 +45,7 @@ class IndependentReplicaRanks(NamedTuple):
 
     all_ranks: RankGroup
     mesh: ShardReplicaMesh
-    full_sharding: DataParallelSharding  # Of all ranks
+    full_sharding: DataParallelSharding  # Sharding of all ranks
 
 
 def split_into_replicas(
@@ -62,9 +62,9 @@ def split_into_replicas(
 class OuterStepStatus(NamedTuple):
     """Facts that all replicas know after an outer step."""
 
-    stop_requested: bool  # By some rank
+    stop_requested: bool  # Some rank requested it
     max_consecutive_skips: int  # Skipped steps in a row, at most over all replicas since the outer step before
-    save_requested: bool = False  # By some rank
+    save_requested: bool = False  # Some rank requested it
 
 
 class OuterOptimizer:
@@ -261,7 +261,7 @@ class _PendingOuterStep:
     pseudo_gradients: dict[int, Tensor]  # By fragment; their means once it is finished
     is_locally_finite: bool  # On this replica
     works: Sequence[WorkHandle] = ()
-    gathered_status: Tensor | None = None  # Of all ranks: stop requested, most skipped steps in a row, is finite, save
+    gathered_status: Tensor | None = None  # All ranks' (stop requested, most skipped steps in a row, is finite, save)
     local_status: Tensor | None = None  # Kept while it is sent
     status: OuterStepStatus | None = None
     finite_replicas: int = 1
@@ -295,7 +295,7 @@ class PseudoGradientReducer:
         codecs = resolve_codecs(settings, sharding)
         check_input(
             not isinstance(codecs.replica_gradients, PowerSGDCodec),
-            f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, but the "
+            f"communication.compress_gradients = {settings.compress_gradients!r} compresses matrices, but the "
             "pseudo-gradients of outer.every are flat; use another codec, or communication.compress_over=shards",
         )
         self._codec, self._replicas = codecs.replica_gradients, replicas

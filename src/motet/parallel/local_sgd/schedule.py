@@ -38,8 +38,8 @@ class LocalSGDSettings(FrozenSettings):
             if self.every is not None and count >= self.every:
                 maximum = self.every if name == "fragments" else self.every - 1
                 raise ValueError(
-                    f"outer.{name} = {getattr(self, name)} does not fit between outer steps: with outer.every = "
-                    f"{self.every} it is at most {maximum}"
+                    f"outer.{name} = {getattr(self, name)} does not fit between the steps of outer.every = "
+                    f"{self.every}; use at most {maximum}"
                 )
         return self
 

@@ -26,7 +26,7 @@ class ParameterServerSettings(FrozenSettings):
     broadcast_algorithm: str = "tree"
     """The algorithm of `collectives` that sends parameters to all ranks."""
     mode: Literal["sync", "first-k", "bounded", "async"] = "sync"
-    """What makes an update. `sync`: all work items of a step. `first-k`: the first `first_k` of them. `bounded` and
+    """Work items of an update. `sync`: all of a step. `first-k`: the first `first_k` of them. `bounded` and
     `async`: each work item makes its own. In `bounded` workers are `staleness` steps from each other at most."""
     first_k: Annotated[int, Field(ge=1)] | None = None
     """For `first-k`: the number of work items that make an update; later ones are dropped."""
@@ -35,8 +35,8 @@ class ParameterServerSettings(FrozenSettings):
     copies: Literal[1, 2] = 1
     """Servers that hold each parameter slice. A push is acknowledged when all of them have it."""
     send_order: Literal["priority", "fifo"] = "priority"
-    """`priority` sends first what the next forward needs first, even if something else is being sent; `fifo` keeps the
-    order."""
+    """`priority` sends first the slices that the next forward needs first, even while it sends another; `fifo` keeps
+    the order."""
     compress_pushes: str | None = None
     """A codec for pushed gradients, such as `int8` or `topk:keep=0.01`. No compression by default."""
     compress_pulls: str | None = None
@@ -52,9 +52,9 @@ class ParameterServerSettings(FrozenSettings):
     work_items_per_step: Annotated[int, Field(ge=1)] | None = None
     """Parts that a step is cut into; a free worker takes the next one. By default as many as workers at the start."""
     eviction_timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 30.0
-    """How long a process may be unreachable before others take over its work. It can then join again."""
+    """Seconds that a process may be unreachable before others take over its work. It can then join again."""
     max_process_restarts: Annotated[int, Field(ge=0)] = 3
-    """How many failed workers and servers the launcher starts again, while the other processes continue."""
+    """Number of failed workers and servers that the launcher starts again, while the other processes continue."""
     snapshot_every: Annotated[int, Field(ge=0)] = 1
     """Updates between snapshots on disk, for a server without a second copy. 0: no snapshots."""
     listen: str | None = None
@@ -68,7 +68,7 @@ class ParameterServerSettings(FrozenSettings):
 
 
 def extra_process_count(settings: ParameterServerSettings) -> int:
-    """Processes that are no workers: the coordinator, and dedicated servers."""
+    """Processes other than workers: the coordinator, and dedicated servers."""
     return 1 + (settings.count if settings.placement == "dedicated" else 0)
 
 
@@ -99,8 +99,8 @@ def check_server_settings(settings: ParameterServerSettings, workers: int) -> No
         f"count={workers} at most, or start more workers": s.placement == "colocated" and s.count > workers,
         f"first_k = {s.first_k} of {items} work items; set it to {items} at most": (s.first_k or 0) > items,
         f"copies = {s.copies}, but there is {s.count} server; set layout.server.count=2": s.copies > s.count,
-        f"delay_compensation = {s.delay_compensation:g} needs what each worker has pulled, which second servers do not "
-        "know; set layout.server.copies=1": s.delay_compensation and s.copies > 1,
+        f"delay_compensation = {s.delay_compensation:g} needs the parameters that each worker pulled, which second "
+        "servers do not have; set layout.server.copies=1": s.delay_compensation and s.copies > 1,
     }
     for problem, is_wrong in problems.items():
         check_input(not is_wrong, f"layout.server.{problem}")

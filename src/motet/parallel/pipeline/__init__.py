@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages of a model, their order of work, and what crosses between them."""
+"""Pipeline parallelism: stages of a model, their order of work, and the tensors that cross between them."""

@@ -22,7 +22,7 @@ def border_traffic(
 ) -> tuple[BorderTraffic, ...]:
     """The traffic of each border, for a micro-batch of these sizes.
 
-    Of what `slices` tensor-parallel ranks all have, each sends a slice.
+    Each of `slices` tensor-parallel ranks sends a slice of a tensor that all of them have.
     """
     borders = []
     for wires in sharding.wires:

@@ -23,7 +23,7 @@ MESSAGES: dict[ActionKind, tuple[str, MessageKind, int]] = {
 }
 
 _OUTPUT_GRADIENT: tuple[tuple[ActionKind, int], ...] = (("receive_gradient", 0), ("B", 1), ("I", 1))
-# Kind -> what an action needs; of each line the one that there is, as (kind, steps to its stage).
+# Kind -> needs of an action, as (kind, steps to its stage); of each line, the one that exists.
 NEEDS: dict[ActionKind, tuple[tuple[tuple[ActionKind, int], ...], ...]] = {
     "F": ((("receive_activation", 0), ("F", -1)),),
     "B": ((("F", 0),), _OUTPUT_GRADIENT),
@@ -58,7 +58,7 @@ class PipelineAction(NamedTuple):
         return PipelineAction(kind, self.stage + distance, self.microbatch)
 
     def needs(self) -> Iterator[list["PipelineAction"]]:
-        """Yield, for each thing that the action needs, the actions that can provide it."""
+        """Yield, for each need of the action, the actions that can provide it."""
         for choices in NEEDS[self.kind]:
             yield [PipelineAction(kind, self.stage + distance, self.microbatch) for kind, distance in choices]
 
@@ -75,7 +75,7 @@ class PipelineMessage(NamedTuple):
     is_gradient: bool
     is_receive: bool
     peer: int  # The rank at the other end
-    number: int  # Another one for each message between two ranks in one direction
+    number: int  # Differs for each message between two ranks in one direction
 
 
 RankActions = tuple[tuple[PipelineAction, ...], ...]  # By pipeline rank, in order
@@ -89,7 +89,7 @@ class PipelineSchedule:
     microbatches: int
     stage_ranks: tuple[int, ...]  # The pipeline rank of each stage, in the order of the model
     actions: RankActions
-    max_in_flight: tuple[int, ...]  # By pipeline rank: how many activations of a stage and a micro-batch it may hold
+    max_in_flight: tuple[int, ...]  # By pipeline rank: most activations (one for a stage and a micro-batch) it may hold
 
     @property
     def ranks(self) -> int:
@@ -121,11 +121,11 @@ class PipelineSchedule:
         """The actions of each rank, in which neighbouring messages are one step and start together."""
         steps = list[tuple[PipelineAction | tuple[PipelineMessage, ...], ...]]()
         for actions in self.actions:
-            of_rank = list[PipelineAction | tuple[PipelineMessage, ...]]()
+            rank_steps = list[PipelineAction | tuple[PipelineMessage, ...]]()
             for is_message, run in groupby(actions, lambda action: action.is_message):
                 neighbours = tuple(run)
-                of_rank += [tuple(map(self._message, neighbours))] if is_message else neighbours
-            steps.append(tuple(of_rank))
+                rank_steps += [tuple(map(self._message, neighbours))] if is_message else neighbours
+            steps.append(tuple(rank_steps))
         return tuple(steps)
 
     @cached_property
@@ -159,7 +159,7 @@ class PipelineSchedule:
 
 
 def message_of_compute(action: PipelineAction, stage_ranks: tuple[int, ...]) -> PipelineAction | None:
-    """The send of what a computation hands to a neighbouring stage on another rank, if there is one."""
+    """The send of the tensors that a computation hands to a neighbouring stage on another rank, if there is one."""
     send = PipelineAction("send_activation" if action.kind == "F" else "send_gradient", action.stage, action.microbatch)
     peer = send.other_end.stage
     is_sent = action.kind in ("F", "B", "I") and 0 <= peer < len(stage_ranks)

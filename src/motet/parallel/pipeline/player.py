@@ -1,7 +1,7 @@
 """Plays a pipeline schedule on one rank: computes its stages, and exchanges activations and gradients with neighbours.
 
-Shapes of what arrives are known from the batch, so no rank asks another for them. What is sent is checked against them
-first, since a transport such as Gloo ends the process where sizes differ.
+Shapes of received tensors are known from the batch, so no rank asks another for them. Sent tensors are checked against
+them first, since a transport such as Gloo ends the process where sizes differ.
 
 The time in which a rank computes, without the time in which it waits for other ranks.
 """
@@ -26,14 +26,14 @@ from motet.parallel.process.process_group import RankGroup
 
 
 class ComputeClock:
-    """Adds up the time of blocks of code, on a CUDA device that of what they start there."""
+    """Adds up the time of blocks of code, on a CUDA device that of the kernels that they start."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock, self._blocks = DeviceClock(device), list[tuple[Any, Any]]()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time of what is computed inside."""
+        """Add the time of the computations inside."""
         start = self._clock.now()
         yield
         self._blocks.append((start, self._clock.now()))
@@ -54,12 +54,12 @@ class WireShape(NamedTuple):
     dtype: torch.dtype
     needs_gradient: bool
     slices: RankGroup | None = (
-        None  # Ranks that have the same tensor: each sends a slice of it, and gathers what arrives
+        None  # Ranks that have the same tensor: each sends a slice of it, and gathers the slices that arrive
     )
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank sends or receives."""
+        """The shape of the tensor that this rank sends or receives."""
         return self.shape if self.slices is None else (prod(self.shape) // self.slices.world,)
 
     def slice(self, tensor: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class StageComputation(Protocol):
         """The tensors that cross the next border, or the loss alone."""
 
     def backward(self, action: PipelineAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Compute what a B, I or W action of the schedule says, from the gradients of the outputs."""
+        """Compute the gradients of a B, I or W action of the schedule, from the gradients of the outputs."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class StageActivations:
 
 @dataclass
 class PendingMessages:
-    """Sends, or the receives of what one action needs, that were started."""
+    """Started sends, or started receives of the tensors that one action needs."""
 
     works: Sequence[dist.Work]
     tensors: Sequence[Tensor]  # They must live until they were sent
@@ -123,8 +123,8 @@ class PipelinePlayer:
     schedule: PipelineSchedule
     computation: StageComputation
     group: RankGroup  # The ranks of the pipeline, in order
-    # Stages whose last backward sends the gradient of its input before it computes weight gradients: nobody waits for
-    # these, and the stages before wait for that. Later no other micro-batch holds memory.
+    # Stages whose last backward sends the gradient of its input before it computes weight gradients: no rank waits for
+    # these, but earlier stages wait for that. Later no other micro-batch holds memory.
     early_stages: Collection[int] = ()
     max_in_flight: int = 0  # The most activations that were kept at a time
     clock: ComputeClock = field(init=False)
@@ -178,10 +178,10 @@ class PipelinePlayer:
         with span(f"{action.kind}{stage}"), self.clock.timed():
             self.computation.backward(action, kept.outputs, gradients)
         if action.kind != "W" and stage:
-            of_received = [
+            input_gradients = [
                 t.grad if t.grad is not None else torch.zeros_like(t) for t in kept.received if t.requires_grad
             ]
-            self._hand_over(stage, stage - 1, microbatch, tensors=of_received, is_gradient=True)
+            self._hand_over(stage, stage - 1, microbatch, tensors=input_gradients, is_gradient=True)
         if action.kind == "I":
             self._kept[key] = StageActivations((), ())
         else:
@@ -193,8 +193,7 @@ class PipelinePlayer:
                 made, expected = (f"{list(each.shape)} and {each.dtype}" for each in (tensor, wire))
                 raise InputError(
                     f"stage {stage} of the pipeline makes tensor {index} for the next stage of shape {made}, but "
-                    f"{expected} were expected for micro-batch {microbatch}: shapes of activations must follow from "
-                    "the rows and tokens of a batch; use layout.pp=1"
+                    f"{expected} follow from the rows and tokens of micro-batch {microbatch}; use layout.pp=1"
                 )
 
     def _hand_over(

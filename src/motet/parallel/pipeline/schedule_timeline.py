@@ -1,9 +1,9 @@
-"""When each action of a schedule starts and stops, and the share of time in which the ranks are idle.
+"""The start and stop of each action of a schedule, and the share of time in which the ranks are idle.
 
 A rank computes one action after another. It starts messages in the order of its list; neighbouring ones are one batch,
 which starts after the computation before it and after the previous batch of the rank. No message is buffered: one takes
-place when both ends have started it, and a batch ends with its last message. A computation waits for the batch of what
-it receives. NCCL with one stream for each rank behaves so. Other transports wait less.
+place when both ends have started it, and a batch ends with its last message. A computation waits for the batch
+of its received tensor. NCCL with one stream for each rank behaves so. Other transports wait less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,18 +43,18 @@ EventTimes = dict[Event, tuple[float, float]]  # (start, stop)
 def event_times(actions: Sequence[Sequence[PipelineAction]], durations: Durations = DURATIONS) -> EventTimes:
     """Start and stop of each computation and batch; an error if they wait for one another.
 
-    Of actions without messages, each starts as soon as what it needs can be on its rank.
+    Actions without messages start as soon as their inputs can be on their ranks.
     """
     graph = EventGraph(actions)
     return dict(zip(graph.events, zip(*graph.simulate(durations), strict=True), strict=True))
 
 
 class EventGraph:
-    """The events of the ranks of a pipeline, and what each waits for: made once, simulated with any durations."""
+    """The events of the ranks of a pipeline, and the needs of each: made once, simulated with any durations."""
 
     def __init__(self, actions: Sequence[Sequence[PipelineAction]]) -> None:
         self.events: list[Event] = []
-        # What each event waits for: `event` for the stop of another, `~event` for the arrival of its message.
+        # Needs of each event: `event` for the stop of another, `~event` for the arrival of its message.
         self._waits: list[tuple[int, ...]] = []
         self._kinds: dict[tuple[str, int] | None, int] = {None: 0}  # (kind, stage), or None for a batch -> a number
         self._kind_of_event: list[int] = []
@@ -104,7 +104,7 @@ class EventGraph:
         return chains
 
     def _add_needs(self, places: Mapping[tuple[ActionKind, int, int], tuple[int, int]]) -> None:
-        """Add what computations need, and the other ends of messages, which must have started."""
+        """Add the needs of computations, and the other ends of messages, which must have started."""
         waits, kinds = self._waits, {kind for kind, _, _ in places}
         needs = {
             kind: [[(need, distance) for need, distance in choices if need in kinds] for choices in NEEDS[kind]]
@@ -161,7 +161,7 @@ class EventGraph:
         computations = dict.fromkeys(str(event) for event in cycle if isinstance(event, PipelineAction))
         ranks = sorted({event.rank for event in cycle if isinstance(event, MessageBatch)})
         waiting = " and ".join(
-            f"{what} {', '.join(map(str, which))}" for what, which in (("", computations), ("ranks", ranks)) if which
+            f"{noun} {', '.join(map(str, which))}" for noun, which in (("", computations), ("ranks", ranks)) if which
         )
         raise InputError(f"the order deadlocks: {waiting.strip()} wait for one another; change it")
 

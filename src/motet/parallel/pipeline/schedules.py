@@ -1,9 +1,9 @@
-"""The schedules of a pipeline by name; each is a function that says in which order one rank computes.
+"""The schedules of a pipeline by name; each is a function that returns the order in which one rank computes.
 
 An order is a text of words such as `F0 F0 B0`: a kind (F forward, B backward, I backward of inputs alone, W weight
 gradients) and a model chunk of the rank. The first `F0` is that of micro-batch 0, the second that of micro-batch 1. `W`
 without a chunk belongs to the oldest I that waits for it. So each stage adds up its gradients in the order of the
-micro-batches, and all schedules give the same sums. What belongs to micro-batches beyond the last one is left out: a
+micro-batches, and all schedules give the same sums. Actions of micro-batches beyond the last one are left out: a
 function may round their number up.
 
 Messages between ranks, inserted into the order of the computations of a schedule.
@@ -42,7 +42,7 @@ from motet.parallel.pipeline.pipeline_schedule import (
 )
 from motet.parallel.pipeline.schedule_timeline import event_times
 
-# The durations that places are chosen for. With a short message, one of two ranks that work in step is ahead of the
+# The durations for which places are chosen. With a short message, one of two ranks that work in step is ahead of the
 # other. Whole numbers are compared exactly.
 _PLANNED = {"F": 50, "B": 100, "I": 50, "W": 50, "M": 1}
 
@@ -105,7 +105,7 @@ def check_schedule(schedule: PipelineSchedule) -> None:
 
 
 def check_computations(schedule: PipelineSchedule) -> None:
-    """Raise at the first mistake of what each rank computes, whether or not the messages are there yet."""
+    """Raise at the first mistake in the computations of a rank, whether or not the messages are there yet."""
     _raise_first(schedule, _misplaced, _work, _order_on_ranks, _in_flight)
 
 
@@ -199,7 +199,7 @@ class PipelineSize:
     microbatches: int
 
 
-# (size, rank) -> (order of the rank, how many activations of a stage and a micro-batch it has in flight at most)
+# (size, rank) -> (order of the rank, most activations of a stage and a micro-batch that it has in flight)
 RankOrder = Callable[[PipelineSize, int], tuple[str, int]]
 
 
@@ -326,12 +326,11 @@ def order_of_computations(name: str, ranks: int, *, chunks: int, microbatches: i
     """The same schedule without messages, unchecked."""
     check_input(name in SCHEDULES, f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}, or a file")
     kind = SCHEDULES[name]
-    for value, what in ((ranks, "ranks"), (chunks, "chunks"), (microbatches, "micro-batches")):
-        check_input(value >= 1, f"a pipeline cannot have {value} {what}; give 1 or more")
+    for value, noun in ((ranks, "ranks"), (chunks, "chunks"), (microbatches, "micro-batches")):
+        check_input(value >= 1, f"a pipeline cannot have {value} {noun}; give 1 or more")
     check_input(
         kind.chunks in (None, chunks),
-        f"a rank holds {chunks} chunks, but {kind.chunks} with the schedule {name!r}; give {kind.chunks} "
-        f"chunk{'s' * (kind.chunks != 1)}",
+        f"schedule {name!r} has {kind.chunks} chunk{'s' * (kind.chunks != 1)} a rank, not {chunks}; give {kind.chunks}",
     )
     size = PipelineSize(ranks, chunks, microbatches)
     stage_ranks = kind.stage_ranks(size)
@@ -368,7 +367,7 @@ def _actions_of_words(words: str, name: str, stages: list[int]) -> list[Pipeline
         matching_pass = passes.get(word)
         if matching_pass is None:
             raise InputError(
-                f"schedule {name!r}: {word!r} is no action of a rank with {len(stages)} chunks; write F, B, I or W "
+                f"schedule {name!r}: {word!r} is not an action of a rank with {len(stages)} chunks; write F, B, I or W "
                 f"and a chunk, such as F{len(stages) - 1}"
             )
         kind, stage, number = matching_pass
@@ -389,9 +388,9 @@ def find_schedule(source: str, ranks: int, *, chunks: int, microbatches: int) ->
         return _named_schedule(source, SCHEDULES.get(source), PipelineSize(ranks, chunks, microbatches))
     schedule = read_schedule(Path(source))
     sizes = (("ranks", schedule.ranks, ranks), ("chunks", schedule.chunks, chunks))
-    for what, of_file, wanted in (*sizes, ("micro-batches", schedule.microbatches, microbatches)):
-        problem = f"{source} is a schedule of {of_file} {what}, but {wanted} are asked for"
-        check_input(of_file == wanted, f"{problem}; use {of_file} {what}, or another schedule")
+    for noun, size, wanted in (*sizes, ("micro-batches", schedule.microbatches, microbatches)):
+        problem = f"{source} is a schedule of {size} {noun}, not {wanted}"
+        check_input(size == wanted, f"{problem}; use {size} {noun}, or another schedule")
     return schedule
 
 
@@ -404,7 +403,7 @@ def _named_schedule(name: str, _kind: ScheduleKind | None, size: PipelineSize) -
 
 
 def read_schedule(path: Path) -> PipelineSchedule:
-    """The schedule in a file, which is checked; its bound of activations in flight is what it reaches."""
+    """The schedule in a file, which is checked; its bound of activations in flight is the most that it reaches."""
     with convert_os_errors(f"read {path}", "give another file"):
         lines = path.read_text(encoding="utf-8-sig", errors="replace").rstrip().splitlines()
     orders = [_actions_of_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
@@ -414,9 +413,9 @@ def read_schedule(path: Path) -> PipelineSchedule:
         for action in order:
             owner.setdefault(action.stage, rank)
     microbatches = {action.microbatch for order in orders for action in order}
-    for what, numbers in (("stage", set(owner)), ("micro-batch", microbatches)):
+    for noun, numbers in (("stage", set(owner)), ("micro-batch", microbatches)):
         missing = next(number for number in count() if number not in numbers)
-        problem = f"{path} has {what} {max(numbers)}, but no {what} {missing}"
+        problem = f"{path} has {noun} {max(numbers)}, but no {noun} {missing}"
         check_input(missing == len(numbers), f"{problem}; number them from 0 without gaps")
     stage_ranks = tuple(owner[stage] for stage in range(len(owner)))
     in_flight = tuple(map(peak_in_flight, orders))
@@ -442,8 +441,8 @@ def _actions_of_line(line: str, where: str) -> tuple[PipelineAction, ...]:
             match = re.fullmatch(rf"(\d{{1,6}})({'|'.join(_KINDS)})(\d{{1,6}})", text.strip(), re.ASCII)
             if match is None:
                 raise InputError(
-                    f"{where}, cell {number}: {text[:60]!r} is no action; write stage, kind and micro-batch such as "
-                    f"0F3, with a kind of {', '.join(_KINDS)}"
+                    f"{where}, cell {number}: {text[:60]!r} is not an action; write stage, kind and micro-batch such "
+                    f"as 0F3, with a kind of {', '.join(_KINDS)}"
                 )
             actions.append(PipelineAction(_KINDS[match[2]], int(match[1]), int(match[3])))
     return tuple(actions)

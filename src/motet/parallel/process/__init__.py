@@ -1,1 +1,1 @@
-"""How ranks find one another: the launch environment, process groups, and checks that ranks agree."""
+"""Rendezvous of ranks: the launch environment, process groups, and checks that ranks agree."""

@@ -28,8 +28,8 @@ class RankEnvironment:
     rendezvous: str  # `file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for one rank
     store_exists: bool = False  # torchrun's agent serves the store at `tcp://`; otherwise rank 0 does
     incarnation: int = 0  # Number of earlier processes of this rank in the same attempt
-    cores: int | None = None  # Cores that the launcher reserved for this rank, if it says so
-    token: RunToken | None = None  # Of the run, if the environment gives one
+    cores: int | None = None  # Cores that the launcher reserved for this rank, if it gives them
+    token: RunToken | None = None  # Token of the run, if the environment gives one
 
     @property
     def local_ranks(self) -> range:
@@ -110,14 +110,14 @@ class _LauncherVariables:
 
     def port(self, default: int | None = None) -> int:
         port = self.integer("MASTER_PORT", default)
-        check_input(1 <= port <= 65535, f"MASTER_PORT = {port} is no port; give a free one from 1 to 65535")
+        check_input(1 <= port <= 65535, f"MASTER_PORT = {port} is not a port; give a free one from 1 to 65535")
         return port
 
     def check(self, rank_env: RankEnvironment) -> RankEnvironment:
         check_input(
             rank_env.rank < rank_env.world and rank_env.local_rank < rank_env.local_world <= rank_env.world,
             f"{self.launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} of "
-            f"{rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there are",
+            f"{rank_env.local_world}; give ranks below their counts, and at most as many local ranks as ranks",
         )
         return rank_env
 
@@ -144,7 +144,7 @@ def _from_slurm(env: _LauncherVariables) -> RankEnvironment | None:
     job, step = (env.integer(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     hosts = env.first_set("SLURM_STEP_NODELIST", "SLURM_NODELIST")
     host = env.environment.get("MASTER_ADDR") or first_host(env.text(hosts))
-    # Below the range of ephemeral ports, and another one for each step of a job.
+    # A port below the ephemeral range, which differs for each step of a job.
     port = env.port(default=15000 + (job * 31 + step) % 15000)
     local_world, attempt = _tasks_on_this_node(env, world), env.integer("SLURM_RESTART_COUNT", default=0)
     cores = env.integer("SLURM_CPUS_PER_TASK", default=0) or None
@@ -155,7 +155,7 @@ def first_host(nodelist: str) -> str:
     """`node[01-03,7],other` -> `node01`: the first host of a Slurm node list."""
     first = re.fullmatch(r"((?:[^,\[\]\s]|\[\d[^\[\]\s]*\])+)(?:,.*)?", nodelist)
     if not first:
-        raise InputError(f"SLURM_NODELIST = {nodelist!r} is no list of nodes; set MASTER_ADDR to the first host")
+        raise InputError(f"SLURM_NODELIST = {nodelist!r} is not a list of nodes; set MASTER_ADDR to the first host")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 

@@ -9,7 +9,7 @@ from motet.parallel.model_sharding import ModelInventory, TensorInfo, TensorKind
 
 
 def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) -> ModelInventory:
-    """The parameters and persistent buffers of a module; `optimizer_groups` names what is trained."""
+    """The parameters and persistent buffers of a module; `optimizer_groups` names the trained ones."""
     block_ids: dict[Tensor, int] = {
         tensor: i for i, block in enumerate(find_blocks(module)) for tensor in (*block.parameters(), *block.buffers())
     }

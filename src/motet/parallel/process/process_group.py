@@ -42,12 +42,12 @@ class RankGroup:
     world: int
     process_group: dist.ProcessGroup | None  # None in a world of one
     device: torch.device
-    local_ranks: range | None = None  # Ranks of the world on this machine, where the launcher says so
+    local_ranks: range | None = None  # Ranks of the world on this machine, where the launcher gives them
 
     @property
     def decision_device(self) -> torch.device:
         """The device of numbers that ranks agree on before they train: in a rehearsal on the host, where they have
-        values. Torch's fake process group leaves a tensor as this rank has it, so a rehearsed rank agrees with itself.
+        values. Torch's fake process group leaves a tensor unchanged, so a rehearsed rank agrees with itself.
         """
         return torch.device("cpu") if self.device.type == "meta" else self.device
 
@@ -156,9 +156,9 @@ def read_decision(store: Store, key: str) -> str:
 
 
 def open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
-    """The store of all ranks. If it is opened before their group starts, the group is told that it exists.
+    """The store of all ranks. A store that is opened before their group starts is reported to the group as existing.
 
-    torchrun's store outlives the ranks, so that an attempt can read what an earlier one wrote.
+    torchrun's store outlives the ranks, so that an attempt can read the keys of an earlier one.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank_env.rendezvous.startswith("file://"):
@@ -187,7 +187,7 @@ def module_signature(module: nn.Module) -> list[str]:
 
 
 def module_attributes(module: nn.Module) -> list[str]:
-    """A line for each attribute besides parameters, buffers and modules, with what its value consists of. Where a
+    """A line for each attribute besides parameters, buffers and modules, with the parts of its value. Where a
     factory draws random numbers or reads values of parameters, it depends on whether parameters have values."""
     names = {id(t): name for named in (module.named_parameters(), module.named_buffers()) for name, t in named}
     return [
@@ -255,7 +255,7 @@ def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
             "same settings on every rank"
         )
     if not is_same_everywhere:
-        raise PeerFailedError("another rank has not the module or the settings of rank 0, and says which")
+        raise PeerFailedError("another rank has another module or other settings than rank 0; see its error")
 
 
 def first_difference(lines: Sequence[str], group: RankGroup) -> tuple[str, str] | None:
@@ -275,12 +275,12 @@ def broadcast_text(text: str, group: RankGroup) -> str:
 
 
 def refuse_together(problem: str, group: RankGroup) -> None:
-    """Raise on all ranks if any of them has a problem, a sentence; the first that has one says it."""
+    """Raise on all ranks if any of them has a problem (a sentence), which the first of them reports."""
     refusing = torch.tensor([group.world - group.rank if problem else 0], device=group.decision_device)
     all_reduce(refusing, group, op="max")
     if first := int(refusing):
         check_input(group.world - first != group.rank, problem)
-        raise PeerFailedError(f"rank {group.world - first} refuses the run, and says why")
+        raise PeerFailedError(f"rank {group.world - first} refuses the run; see its error")
 
 
 def broadcast_buffers(module: nn.Module, ranks: RankGroup, *, only_persistent: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""Proofs that parts of a model, on their ranks, compute what the model computes on one device."""
+"""Proofs that parts of a model, on their ranks, compute the same as the model on one device."""

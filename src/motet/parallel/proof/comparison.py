@@ -1,4 +1,4 @@
-"""Comparison of what parts of a module compute with what the whole module computes, in float64.
+"""Comparison of the results of a module's parts with those of the whole module, in float64.
 
 The line of a model's code at which a forward fails, and the numbers that it uses.
 """
@@ -79,12 +79,12 @@ def _numbers(text: str, values: Mapping[str, object]) -> Iterator[tuple[str, int
             yield ast.unparse(node), value
 
 
-TOLERANCE = 1e-12  # Of the norm of a difference to the norm of the whole
-SMALL_GRADIENT = 1e-9  # Of its norm to that of gradients of its size: it may be zero but for rounding
+TOLERANCE = 1e-12  # Ratio of the norm of a difference to the norm of the whole
+SMALL_GRADIENT = 1e-9  # Ratio of its norm to that of gradients of its size: it may be zero but for rounding
 
 
 class ProofMismatchError(Exception):
-    """Parts of a module compute something else than the whole; the text is a clause for the user."""
+    """Parts of a module compute other values than the whole; the text is a clause for the user."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ProofMismatchError(Exception):
         super().__init__(problem if distance is None else f"{problem}: relative difference {distance:.1e}")
         self.module, self.tensor, self.distance = module, tensor, distance  # Where it is, and how large
         self.progress = progress  # How far the comparison came
-        self.line = line  # Of the model's code that fails
+        self.line = line  # Line of the model's code that fails
 
 
 def text_of_failure(error: Exception) -> str:
@@ -108,9 +108,9 @@ def text_of_failure(error: Exception) -> str:
 
 
 def distance(part: object, expected: Tensor, scale: float = 0.0, *, nan_is_equal: bool = False) -> float:
-    """The norm of a difference, relative to the norm of what is expected, or to `scale` if this is larger.
+    """The norm of a difference, relative to the norm of the expected tensor, or to `scale` if this is larger.
 
-    Infinities of the whole, as scores of what may not be predicted, are equal or infinitely far away.
+    Infinities of the whole, such as masked scores, are equal or infinitely far away.
     """
     if not isinstance(part, Tensor) or part.shape != expected.shape or part.dtype != expected.dtype:
         return inf
@@ -169,7 +169,7 @@ class GradientComparison:
     scale: float
 
     def check_parts(self, parts: Sequence[Tensor | None], split: DimensionSplit) -> None:
-        """Check that the parts of ranks make up the gradient, and that padding has none."""
+        """Check that the parts of ranks make up the gradient, and that padding has no gradient."""
         total = torch.zeros_like(self.expected)
         for rank, part in enumerate(parts):
             rest = None if part is None else add_to_part(total, part, split, ranks=len(parts), index=rank)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from motet.models.torch_private import is_in_backward
 
-Path = tuple[int | str, ...]  # Of indices, keys and names of attributes
-Arguments = dict[int | str, Any]  # Of a call, by index or name
+Path = tuple[int | str, ...]  # Indices, keys and names of attributes
+Arguments = dict[int | str, Any]  # Arguments of a call, by index or name
 
 
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -63,7 +63,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def value_at(value: object, path: Path) -> Any:
-    """The value at a path, or None if nothing is."""
+    """The value at a path, or None without one."""
     for key in path:
         value = value.get(key) if isinstance(value, dict) else items_of(value).get(key)
     return value
@@ -157,7 +157,7 @@ class ModuleCall:
 
     arguments: Arguments
     argument_values: Arguments
-    place: tuple[int, int]  # Of its begin and its end among those of all calls
+    place: tuple[int, int]  # Positions of its begin and its end among those of all calls
     output: Any = None
     output_values: Any = None
 

@@ -16,15 +16,15 @@ from motet.parallel.pipeline.stages.stage_module import describe_output, output_
 from motet.parallel.proof.module_calls import ModuleCall, arguments_of
 from motet.parallel.proof.twin_match import TracedModule
 
-FEW_ENTRIES = 512  # Of a vocabulary, about; a larger one keeps as many
+FEW_ENTRIES = 512  # About the number of entries that a larger vocabulary keeps
 
 
 class _PassedBlock(nn.Module):
-    """A block that returns its arguments in the form of what it would return. Code sees its other attributes."""
+    """A block that returns its arguments in the form of its output. Code sees its other attributes."""
 
     def __init__(self, block: nn.Module, form: BlockOutput) -> None:
         super().__init__()
-        self._replaced, self._form = [block], form  # In a list, so that its parameters are not of this module
+        self._replaced, self._form = [block], form  # In a list, so that its parameters do not belong to this module
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -37,13 +37,13 @@ class _PassedBlock(nn.Module):
 
 
 def forms_of_blocks(calls: Mapping[str, Sequence[ModuleCall]]) -> dict[str, BlockOutput]:
-    """The form of what each block returns, by its last call."""
+    """The form of each block's output, by its last call."""
     return {name: describe_output([of[-1].output], [of[-1].arguments]) for name, of in calls.items()}
 
 
 def blocks_to_keep(traced: TracedModule, forms: dict[str, BlockOutput], starts: Collection[int] = ()) -> set[str]:
     """The first and the last block of each list, one of each kind, those at one of each kind of border between stages,
-    which begin at `starts`, and blocks that return something that is none of their arguments."""
+    which begin at `starts`, and blocks that return a value other than their arguments."""
     blocks, kinds = traced.blocks, traced.kinds
     kept = {block for block in blocks if not _can_be_passed(forms[block])}
     kept |= set({kinds[block]: block for block in reversed(blocks)}.values())
@@ -66,7 +66,7 @@ def pass_blocks(module: nn.Module, kept: Collection[str], forms: dict[str, Block
 
 def keep_few_entries(parts: Sequence[nn.Module], entries: int, degree: int) -> int:
     """Let tables and heads of a vocabulary, whose parameters are on the meta device, have few entries, which ranks
-    divide as they did; returns their number.
+    divide as before; returns their number.
 
     They are among `parts`, the modules outside of blocks. Where another size there is equal, all entries stay.
     """
@@ -108,13 +108,13 @@ def _has_entries(parameter: nn.Parameter | None, entries: int) -> bool:
 
 def _is_size_of_vocabulary(parts: Sequence[nn.Module], tables: Sequence[nn.Module], entries: int) -> bool:
     """Whether the number of entries is the length of tables and of their biases, and of nothing else."""
-    of_tables = [parameter for table in tables for parameter in table._parameters.values() if parameter is not None]
+    in_tables = [parameter for table in tables for parameter in table._parameters.values() if parameter is not None]
     others = [
-        p for part in parts for p in part._parameters.values() if p is not None and all(p is not t for t in of_tables)
+        p for part in parts for p in part._parameters.values() if p is not None and all(p is not t for t in in_tables)
     ]
     buffers = [buffer for part in parts for buffer in part._buffers.values() if buffer is not None]
     return not any(entries in p.shape for p in (*others, *buffers)) and not any(
-        entries in parameter.shape[1:] for parameter in of_tables
+        entries in parameter.shape[1:] for parameter in in_tables
     )
 
 

@@ -1,10 +1,10 @@
-"""Comparison of the parts of a module with the whole: what enters borders and leaves them, results, and gradients.
+"""Comparison of the parts of a module with the whole: tensors that enter and leave borders, results, and gradients.
 
 Runs of a module as the whole and as the part of each rank, one after another in one process.
 
-A part computes with its shares of the split tensors. At a border, where ranks would communicate, it goes on with what
-the whole has there, or with the rank's piece of that. The graph of autograd ends there, too: what enters a border gets
-a random gradient, that of the whole and of all parts, and what leaves it is a leaf whose gradient is compared. So a
+A part computes with its shares of the split tensors. At a border, where ranks would communicate, it goes on with the
+tensor of the whole, or with the rank's piece of it. The graph of autograd ends there, too: a tensor that enters it gets
+a random gradient, equal in the whole and all parts; one that leaves it is a leaf whose gradient is compared. So a
 difference shows where it arises, and parts that agree with the whole at their borders agree with it everywhere.
 """
 
@@ -47,8 +47,8 @@ from motet.parallel.tensor_parallel.split_regions import LocalAttribute
 from motet.parallel.tensor_parallel.vocabulary.rank_vocabulary import shard_embedding
 
 Forward = Callable[[], Any]
-Relation = Literal["same", "sum", "piece"]  # Of what ranks have to what the whole has
-# What ranks have before an operation; and so for the gradient, before the operation in backward.
+Relation = Literal["same", "sum", "piece"]  # Relation of the ranks' tensors to that of the whole
+# Tensors of ranks before an operation; for the gradient, before the operation in backward.
 BEFORE: Mapping[BoundaryOperation, Relation] = {
     "copy": "same",
     "split": "same",
@@ -57,12 +57,12 @@ BEFORE: Mapping[BoundaryOperation, Relation] = {
     "gather": "piece",
     "replicate": "piece",
 }
-_LEAVES_PIECE = ("scatter", "split")  # After other operations ranks have the same
+_LEAVES_PIECE = ("scatter", "split")  # After other operations ranks have the same tensor
 
 
 @dataclass(frozen=True)
 class PartProposal:
-    """A way to split a module over ranks: what each rank holds, and where ranks communicate."""
+    """A split of a module over ranks: the tensors of each rank, and the borders where ranks communicate."""
 
     borders: tuple[BoundaryComm, ...]
     splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # By the first name of the tensor
@@ -72,7 +72,7 @@ class PartProposal:
     lookups: Mapping[str, str] = field(default_factory=dict)  # Modules that look up rows of a split table -> its name
     # Modules whose calls begin a part of the computation in which activations are split -> their width, and its split
     inner: Mapping[str, tuple[int, DimensionSplit]] = field(default_factory=dict)
-    differentiates_inputs: bool = True  # What comes before a copied input is differentiated; or the graph begins there
+    differentiates_inputs: bool = True  # The graph goes on before a copied input; or it begins there
 
 
 class Site(NamedTuple):
@@ -81,14 +81,14 @@ class Site(NamedTuple):
     module: str
     side: BoundarySide
     argument: int | str
-    call: int  # Of the module, counted from 0
+    call: int  # Number of the module's call, counted from 0
 
     @property
     def noun(self) -> str:
         return f"the {self.side} of {self.module}"
 
 
-# Functions by which code comes to depend on values, so that parts may go another way than the whole for some inputs.
+# Functions that make code depend on values, so that parts may take another branch than the whole for some inputs.
 _COMPARISONS = {"gt", "__gt__", "ge", "__ge__", "lt", "__lt__", "le", "__le__", "eq", "__eq__", "ne", "__ne__", "sign"}
 _COMPARISONS |= {"argmax", "argmin", "argsort", "sort", "topk"}
 _COMPARISONS |= {"__bool__", "__float__", "__int__", "__index__", "item", "tolist"}
@@ -112,20 +112,20 @@ class PartRun(CallObserver):
         rows: int = 1,
     ) -> None:
         super().__init__(modules)
-        self._rows, self._lengths = rows, set[int]()  # Of a batch; of the whole sequences that are split
+        self._rows, self._lengths = rows, set[int]()  # Rows of a batch; lengths of split whole sequences
         self.proposal, self.ranks, self.rank, self.reference = proposal, ranks, rank, reference
-        self.values: dict[Site, Tensor] = {}  # What enters borders
+        self.values: dict[Site, Tensor] = {}  # Tensors that enter borders
         self.comms: dict[Site, BoundaryComm] = {}
-        self.gradients: dict[Site | str, Tensor] = {}  # Of what leaves borders, and of tensors by name
-        self.results: list[Tensor] = []  # Of a forward that was not stopped
+        self.gradients: dict[Site | str, Tensor] = {}  # Gradients of tensors that leave borders, or by name
+        self.results: list[Tensor] = []  # Results of a forward that was not stopped
         self.passed = ""  # The module of the last border
         self.lies = "same"  # How activations lie now, as in BOUNDARY_OPERATIONS
         self.comms_at: dict[tuple[str, BoundarySide], list[BoundaryComm]] = {}
         for comm in proposal.borders:
             for name in (comm.module, *comm.shared_by):
                 self.comms_at.setdefault((name, comm.side), []).append(comm)
-        self._shared: dict[BoundaryComm, tuple[Tensor, Tensor]] = {}  # What was communicated, and what came of it
-        self._roots: list[tuple[Tensor, Tensor]] = []  # What enters borders, and its gradient
+        self._shared: dict[BoundaryComm, tuple[Tensor, Tensor]] = {}  # Communicated tensors, and the results
+        self._roots: list[tuple[Tensor, Tensor]] = []  # Tensors that enter borders, and their gradients
         self._leaves: dict[Site | str, Tensor] = {}
         self._outputs, self._stop_after = 0, 0
         self._sites: Counter[tuple[str, str, int | str]] = Counter()
@@ -176,9 +176,9 @@ class PartRun(CallObserver):
         if [result.shape for result in results] != shapes:
             sizes = [list(result.shape) for result in results]
             raise ProofMismatchError(f"the module's result has another shape on a shard: {sizes}", progress=4)
-        for index, (result, of_whole) in enumerate(zip(results, expected, strict=True)):
+        for index, (result, whole_result) in enumerate(zip(results, expected, strict=True)):
             if result.requires_grad:
-                gradient = self.piece_of_result(_random_like(of_whole, f"result {index}"))
+                gradient = self.piece_of_result(_random_like(whole_result, f"result {index}"))
                 self._roots.append((result, gradient))
 
     def piece_of_result(self, expected: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class PartRun(CallObserver):
         return split_by_units(width, *split.local_spans(width, ranks=self.ranks, index=rank))
 
     def communicate(self, comm: BoundaryComm, name: str, x: Tensor) -> Tensor:
-        """Return what a border leaves in place of what enters it."""
+        """Return the tensor that leaves a border in place of the one that enters it."""
         place = name, comm.side, comm.argument
         site = Site(*place, self._sites[place])
         self._sites[place] += 1
@@ -261,14 +261,14 @@ class PartRun(CallObserver):
         self.values[site], self.comms[site] = x.detach(), comm
         expected = self.values[site] if self.reference is None else self._expected(site, self.reference)
         if x.requires_grad and (comm.operation != "copy" or self.proposal.differentiates_inputs):
-            # What the operation in backward leaves
+            # The gradient that leaves the operation in backward
             gradient, is_piece = _random_like(expected, repr(site)), comm.conjugate in _LEAVES_PIECE
             self._roots.append((x, self.piece(gradient, comm.dim) if is_piece else self.arrange(gradient, comm.dim)))
         after = self.piece(expected, comm.dim) if comm.operation in _LEAVES_PIECE else self.arrange(expected, comm.dim)
         if not x.requires_grad and (comm.side == "output" or self.proposal.differentiates_inputs):
             return after.clone()
         self._leaves[site] = after.detach().requires_grad_()
-        return self._leaves[site].clone()  # No leaf, into which the module could not write
+        return self._leaves[site].clone()  # Not a leaf, into which the module could not write
 
     def _expected(self, site: Site, reference: "PartRun") -> Tensor:
         """The tensor that enters the border in the whole."""
@@ -327,9 +327,9 @@ class PartProof:
     forwards: Sequence[Forward]
     ranks: int
     repeatable: Callable[[], AbstractContextManager[object]]  # Inside, a forward draws the same random numbers
-    rows: int = 1  # Of a batch, where sequences are split
+    rows: int = 1  # Rows of a batch, where sequences are split
     _whole_runs: dict[object, PartRun] = field(default_factory=dict)
-    _used_sites: set[Site] = field(default_factory=set)  # On what leaves them the results of the last comparison depend
+    _used_sites: set[Site] = field(default_factory=set)  # Sites with outputs that the last comparison's results need
 
     def compare(self, proposal: PartProposal, stop_after: Sequence[int] = ()) -> frozenset[str]:
         """The names of whole parameters whose gradients are partial sums; raises ProofMismatchError.
@@ -343,8 +343,8 @@ class PartProof:
         is_partial = dict[str, bool]()
         self._used_sites.clear()
         for index in range(len(self.forwards)):
-            of_forward = self._compare_forward(index, proposal, stop_after[index] if stop_after else 0)
-            for name, value in of_forward.items():
+            forward_sums = self._compare_forward(index, proposal, stop_after[index] if stop_after else 0)
+            for name, value in forward_sums.items():
                 if is_partial.setdefault(name, value) != value:
                     problem = f"the gradient of {name} is a part of a sum at one length alone"
                     raise ProofMismatchError(problem, tensor=name, progress=6)
@@ -362,11 +362,11 @@ class PartProof:
         return self._compare_gradients(runs, reference, proposal)
 
     def has_gradient(self, module: str) -> bool:
-        """Whether results depend on what a module reads at a border, in what was compared last."""
+        """Whether results of the last comparison depend on the tensor that a module reads at a border."""
         return any((site.module, site.side) == (module, "input") for site in self._used_sites)
 
     def forget(self) -> None:
-        """Drop what is kept of runs of the whole."""
+        """Drop the kept runs of the whole."""
         self._whole_runs.clear()
 
     def _run(
@@ -421,9 +421,9 @@ class PartProof:
     ) -> dict[str, bool]:
         """Check all gradients; whole parameters that have any -> whether ranks have parts of its sum."""
         compare_border_gradients(runs, reference)
-        of_parameters = {name: grad for name, grad in reference.gradients.items() if isinstance(name, str)}
+        parameter_gradients = {name: grad for name, grad in reference.gradients.items() if isinstance(name, str)}
         is_partial = dict[str, bool]()
-        for each in gradient_comparisons(self.module, of_parameters):
+        for each in gradient_comparisons(self.module, parameter_gradients):
             gradients = [run.gradients.get(each.name) for run in runs]
             if each.name in proposal.splits:
                 each.check_parts(gradients, proposal.splits[each.name])
@@ -441,21 +441,21 @@ class PartProof:
 
 
 def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
-    """Check what enters the borders of parts, and their results."""
+    """Check the tensors that enter the borders of parts, and the results of parts."""
     for site, expected in reference.values.items():
         comm, check = reference.comms[site], partial(check_close, module=site.module, tensor=site.side)
         if any(site not in run.values for run in runs):
             raise ProofMismatchError(f"{site.module} is not called on every shard", module=site.module, progress=1)
         if BEFORE[comm.operation] == "sum":
             problem = f"the outputs of the shards of {site.module} do not add up to its output"
-            of_whole = runs[0].arrange(expected, comm.dim)
-            check(sum_of(run.values[site] for run in runs), of_whole, problem, progress=3)
+            whole_value = runs[0].arrange(expected, comm.dim)
+            check(sum_of(run.values[site] for run in runs), whole_value, problem, progress=3)
             continue
         for run in runs:
-            part, of_whole = run.values[site], run.arrange(expected, comm.dim)
+            part, whole_value = run.values[site], run.arrange(expected, comm.dim)
             if BEFORE[comm.operation] == "piece":
-                part, of_whole = run.without_padding(part, expected, comm.dim)
-            check(part, of_whole, f"{site.noun} differs on a shard", progress=2)
+                part, whole_value = run.without_padding(part, expected, comm.dim)
+            check(part, whole_value, f"{site.noun} differs on a shard", progress=2)
     for run in runs:
         for result, expected in zip(run.results, reference.results, strict=True):
             problem, parts = "the module's result depends on something that a shard changes", (result, expected)
@@ -466,19 +466,19 @@ def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
 
 
 def compare_border_gradients(runs: Sequence[PartRun], reference: PartRun) -> None:
-    """Check the gradients of what leaves the borders of parts."""
+    """Check the gradients of the tensors that leave the borders of parts."""
     for site, expected in reference.gradients.items():
         if not isinstance(site, Site):
             continue
         comm, tensor = reference.comms[site], f"gradient of {site.side}"
         check = partial(check_close, module=site.module, tensor=tensor, progress=5)
         relation = BEFORE[comm.conjugate]
-        of_ranks = [
+        by_rank = [
             run.piece(expected, comm.dim) if relation == "piece" else run.arrange(expected, comm.dim) for run in runs
         ]
-        gradients = [run.gradients.get(site, torch.zeros_like(each)) for run, each in zip(runs, of_ranks, strict=True)]
+        gradients = [run.gradients.get(site, torch.zeros_like(each)) for run, each in zip(runs, by_rank, strict=True)]
         if relation == "sum":
-            check(sum_of(gradients), of_ranks[0], f"the gradients of {site.noun} do not add up")
+            check(sum_of(gradients), by_rank[0], f"the gradients of {site.noun} do not add up")
             continue
-        for gradient, each in zip(gradients, of_ranks, strict=True):
+        for gradient, each in zip(gradients, by_rank, strict=True):
             check(gradient, each, f"the gradient of {site.noun} differs on a shard")

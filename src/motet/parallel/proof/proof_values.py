@@ -105,7 +105,7 @@ def local_part(tensor: Tensor, split: DimensionSplit, *, ranks: int, index: int)
 
 
 def add_to_part(tensor: Tensor, part: Tensor, split: DimensionSplit, *, ranks: int, index: int) -> Tensor:
-    """Add the part of one rank to a tensor in place, and return what the part has as padding."""
+    """Add the part of one rank to a tensor in place, and return the padding of the part."""
     spans, padding = split.local_spans(tensor.shape[split.dim], ranks=ranks, index=index)
     lengths = [stop - start for start, stop in spans]
     rest: Tensor

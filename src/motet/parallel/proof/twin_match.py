@@ -2,8 +2,8 @@
 
 A block of the twin stands for a block of the model if both have the same modules, the same attributes but for sizes,
 and call the same operators in the same order, in the forward of either at its own sizes, and if one size of the twin
-stands for one size of the model wherever it occurs, in parameters and in what operators compute. A model that takes
-another way through its code at its full width therefore has no twin.
+stands for one size of the model wherever it occurs, in parameters and in results of operators. A model that takes
+another path through its code at its full width therefore has no twin.
 """
 
 import math
@@ -17,9 +17,9 @@ from torch import nn
 
 from motet.models.trace.model_trace import OperatorCall, OperatorRecorder
 
-# In names of attributes that say where a block stands, or whether transformers has drawn values.
+# Parts of names of attributes that give the position of a block, or whether transformers has drawn values.
 _NUMBERS_OF_PLACES = ("layer", "idx", "index", "training", "_is_hf_initialized")
-_KINDS_OF_SIZES = ("parameters", "attributes", "activations")  # Whoever of these knows a size first, decides
+_KINDS_OF_SIZES = ("parameters", "attributes", "activations")  # The first of these that knows a size decides
 
 
 class TwinMismatchError(Exception):
@@ -50,7 +50,7 @@ class TracedModule:
 
     @cached_property
     def kinds(self) -> dict[str, object]:
-        """A value for each block that is equal for blocks which differ in nothing but sizes."""
+        """A value for each block that is equal for blocks which differ only in sizes."""
         return {
             block: (self.places[block], self._structure(block), self._calls(block), self.calls_after(block))
             for block in self.blocks
@@ -58,7 +58,7 @@ class TracedModule:
 
     @cached_property
     def outside(self) -> object:
-        """A value that is equal for models whose parts outside of blocks differ in nothing but sizes."""
+        """A value that is equal for models whose parts outside of blocks differ only in sizes."""
         return self._structure(""), self.calls_after("")
 
     def parts(self, block: str) -> Iterator[tuple[str, nn.Module]]:
@@ -129,7 +129,7 @@ class SizePairs:
             self.by_kind[kind][a].add(b)
 
     def is_known(self, small: int) -> bool:
-        """Whether one size of the model is at the places of this one."""
+        """Whether a single size of the model is at the places of this one."""
         return len(self._at_places_of(small)) == 1
 
     def full_size(self, small: int) -> int:
@@ -160,7 +160,7 @@ class SizePairs:
 
 
 class TwinMatch:
-    """A model and its twin, of which each block stands for some of the model's; raises TwinMismatchError."""
+    """A model and its twin, each block of which stands for some of the model's; raises TwinMismatchError."""
 
     def __init__(self, full: TracedModule, twin: TracedModule, degree: int) -> None:
         self.full, self.twin, self._degree = full, twin, degree
@@ -198,8 +198,8 @@ class TwinMatch:
         pairs, parts_of_twin = SizePairs(), dict(self.twin.parts(stand_in))
         for name, part in self.full.parts(block):
             _add_sizes_of_part(pairs, parts_of_twin[name], part)
-        for calls, of_twin in self._calls(block, stand_in):
-            for call, small in zip(calls, of_twin, strict=True):
+        for calls, twin_calls in self._calls(block, stand_in):
+            for call, small in zip(calls, twin_calls, strict=True):
                 for shape, small_shape in zip(call.shapes, small.shapes, strict=False):
                     if len(shape) == len(small_shape):
                         pairs.add("activations", small_shape, shape)
@@ -207,7 +207,7 @@ class TwinMatch:
         return pairs
 
     def _check_sizes(self, pairs: SizePairs, where: str) -> None:
-        """Refuse a size of the twin that stands for several of the model, or that ranks divide in another way."""
+        """Refuse a size of the twin that stands for several of the model, or that ranks divide differently."""
         for small_size, sizes in pairs.by_kind["activations"].items():
             strange = [size for size in sizes if not pairs.explain(small_size, size)] if len(sizes) > 1 else []
             if strange and small_size > 1:  # Any size may stand in the place of one that is broadcast
@@ -263,18 +263,18 @@ class TwinMatch:
 def _add_sizes_of_part(pairs: SizePairs, small: nn.Module, large: nn.Module) -> None:
     """Add the shapes of parameters and the integer attributes of two modules of the same structure."""
     for key, tensor in large._parameters.items():
-        of_twin = small._parameters[key]
-        if tensor is not None and of_twin is not None:
-            pairs.add("parameters", of_twin.shape, tensor.shape)
+        small_tensor = small._parameters[key]
+        if tensor is not None and small_tensor is not None:
+            pairs.add("parameters", small_tensor.shape, tensor.shape)
     for key, value in vars(large).items():
         small_value = vars(small).get(key)
         if type(value) is int and type(small_value) is int and not _is_place(key):
             pairs.add("attributes", [small_value], [value])
 
 
-def _refuse(what: str, of_model: Any, of_twin: Any) -> NoReturn:
+def _refuse(subject: str, model_value: Any, twin_value: Any) -> NoReturn:
     """Name the first difference of two values of nested tuples."""
-    raise TwinMismatchError(f"{what} differ from the twin's: {_first_difference(of_model, of_twin)}")
+    raise TwinMismatchError(f"{subject} differ from the twin's: {_first_difference(model_value, twin_value)}")
 
 
 def _first_difference(a: Any, b: Any) -> str:

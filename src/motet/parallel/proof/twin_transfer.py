@@ -86,9 +86,9 @@ class TwinTransfer:
             yield name, replace(rule, splits=splits, reason=reason)
 
     def _check_split(
-        self, name: str, split: DimensionSplit, of_twin: DimensionSplit, *, lengths: tuple[int, int]
+        self, name: str, split: DimensionSplit, twin_split: DimensionSplit, *, lengths: tuple[int, int]
     ) -> None:
-        """Refuse a split that the ranks of the model divide in another way than those of the twin divide its own."""
+        """Refuse a split that the ranks of the model divide differently from the ranks of the twin."""
         length, twin_length = lengths
         if split.parts and sum(split.parts) != length:
             raise TwinMismatchError(f"{name} has {length} elements, and its fused parts {split.parts}")
@@ -96,9 +96,9 @@ class TwinTransfer:
             split.local_spans(length, ranks=self.degree, index=0)
         except InputError as error:
             raise TwinMismatchError(f"{name}: {error}") from error
-        parts = zip(split.parts or (length,), of_twin.parts or (twin_length,), strict=True)
+        parts = zip(split.parts or (length,), twin_split.parts or (twin_length,), strict=True)
         for part, twin_part in parts:
-            units, twin_units = -(-part // split.unit), -(-twin_part // of_twin.unit)
+            units, twin_units = -(-part // split.unit), -(-twin_part // twin_split.unit)
             is_alike = (units < self.degree, units % self.degree == 0) == (
                 twin_units < self.twin_degree,
                 twin_units % self.twin_degree == 0,
@@ -148,14 +148,14 @@ class TwinTransfer:
             for block in self._full_blocks(module):
                 name = self._full_name(module, block)
                 value = _value_of(self.match.full.module.get_submodule(name), attribute)
-                of_rank = self._local_value(
+                local_value = self._local_value(
                     f"{name}.{attribute}", value, twin_value=twin_value, local=local, block=block
                 )
-                yield name, attribute, of_rank
+                yield name, attribute, local_value
 
     def _local_value(self, name: str, value: int, *, twin_value: int, local: int, block: str) -> int:
         """The value of a number on a rank: its part of a width or of heads, one of several units that ranks share, or,
-        for a number of heads in each of those, how many a rank has."""
+        for a number of heads in each of those, the number on a rank."""
         degree, twin_degree, ratio = self.degree, self.twin_degree, Fraction(local, twin_value)
         shared = self._shared_units(block)
         ratios = [(Fraction(1, few), Fraction(1, many)) for few, many in shared]
@@ -172,7 +172,7 @@ class TwinTransfer:
         )
 
     def _shared_units(self, block: str) -> set[tuple[int, int]]:
-        """(Units of the twin, units of the model) of tensors in a block of which several ranks share a unit."""
+        """(Units of the twin, units of the model) of tensors in a block whose units several ranks share."""
         shared = set[tuple[int, int]]()
         for name, parameter in self.match.full.module.get_submodule(block).named_parameters():
             full_name = f"{block}.{name}" if block else name
@@ -223,9 +223,9 @@ class TwinTransfer:
             if self._twin_block(name):
                 raise TwinMismatchError(f"another block than its own needs {name}")
             blocks = {i for i, twin in enumerate(twins) if twin in self._blocks_of_stages(needed)}
-            of_tensor = tuple(i for i, stage in enumerate(stages) if blocks.intersection(stage))
-            if name not in known or by_number.stages_of(known[name]) != of_tensor:
-                tensors[name] = of_tensor
+            tensor_stages = tuple(i for i, stage in enumerate(stages) if blocks.intersection(stage))
+            if name not in known or by_number.stages_of(known[name]) != tensor_stages:
+                tensors[name] = tensor_stages
         return tensors
 
     def _blocks_of_stages(self, stages: Sequence[int]) -> set[int]:

@@ -106,7 +106,7 @@ class ReproducibleTreeReducer:
         )
 
     def all_reduce(self, bucket_id: int, shard: Tensor) -> WorkHandle:
-        """Sum over the replicas what `reduce_scatter` of this bucket has, into `shard`."""
+        """Sum the results of `reduce_scatter` of this bucket over the replicas, into `shard`."""
         replicas, finished = self._mesh.replica_group, self._new_sums()
 
         def gather() -> None:

@@ -5,7 +5,7 @@ equal shapes once, and elements as intervals. The actions on a unit follow from 
 tests execute every row of `ZERO_STAGES` with all settings on multisets of contributors. A failure is a bug of motet, or
 of a split that was made by hand.
 
-The rules of a step plan about who holds, adds, reads and reports what; they need values alone.
+The rules of a step plan about the ranks that hold, add, read and report each value; they need the plan alone.
 
 Each rule is a function that yields a sentence for each mistake, with the tensor and the ranks. check.py has the rules
 about the actions of the ranks of one sync group, and runs all of them.
@@ -64,7 +64,7 @@ def _dims_without(plan: StepPlan, *names: str) -> tuple[str, ...]:
 
 
 def differences(actual: Iterable[object], wanted: Iterable[object]) -> Iterator[tuple[object, int, int]]:
-    """Yield each thing that is not listed as often as wanted, how often it is listed, and how often it should be."""
+    """Yield each thing that is not listed as often as wanted, with its actual and its wanted number of times."""
     actual_times, wanted_times = Counter(actual), Counter(wanted)
     for thing in {**wanted_times, **actual_times}:
         if actual_times[thing] != wanted_times[thing]:
@@ -90,7 +90,7 @@ def shards_tile(plan: StepPlan) -> Iterator[str]:
             shards = {specs[rank]: rank for rank in ranks if rank in specs}
             for (spec, rank), (other_spec, other) in combinations(shards.items(), 2):
                 if spec.overlaps(other_spec):
-                    yield f"{tensor.name}: ranks {rank} and {other} hold the same elements, and others besides"
+                    yield f"{tensor.name}: ranks {rank} and {other} hold shards that overlap and differ"
             if (held := sum(spec.numel for spec in shards)) < numel:
                 yield f"{tensor.name}: ranks {ranks} hold {held} of {numel} elements, on {[*shards.values()]}"
 
@@ -105,7 +105,7 @@ def blocks_have_one_stage(plan: StepPlan) -> Iterator[str]:
 
 
 def tensors_have_one_unit(plan: StepPlan) -> Iterator[str]:
-    """Each trained tensor is in one sync group and in one unit of it, and nothing else is."""
+    """Each trained tensor is in one sync group and in one unit of it, and no other tensor is."""
     trained = [tensor.name for tensor in plan.inventory.trained]
     placed = [[member.name for unit in group.units for member in unit.members] for group in plan.groups]
     listed = [group.group.names for group in plan.groups]
@@ -181,12 +181,12 @@ def boundaries_have_conjugates(plan: StepPlan) -> Iterator[str]:
         split = [tensor for tensor in plan.inventory.tensors if _splits_over(plan, tensor, over)]
         yield from _region_mistakes(comms, over, {owner for tensor in split for owner in _owners(tensor)})
         layers = {name for comm in comms if _is_border(comm) for name in (comm.module, *comm.shared_by)}
-        # A table with an entry at both sides reads no activation, and what it returns is split.
+        # A table with an entry at both sides reads no activation, and its output is split.
         layers |= {each.module for each in sharding.activations if each.side == "output"} & {
             each.module for each in sharding.activations if each.side == "input" and not each.splits
         }
         for tensor in split:
-            owner, is_passed = _owners(tensor)[0], tensor.name in sharding.head_tensors  # To the head, as an argument
+            owner, is_passed = _owners(tensor)[0], tensor.name in sharding.head_tensors  # Passed to the head
             if not ((layers and is_passed) or owner in layers or any(_contains(owner, layer) for layer in layers)):
                 yield f"{tensor.name} is split over ranks of {over}, and no communication surrounds it"
 
@@ -222,7 +222,7 @@ def _region_mistakes(comms: list[BoundaryComm], over: str, split_layers: set[str
         # A layer whose rows alone are split takes the features that its rows read.
         reads_features = (comm.operation, comm.side, comm.dim) == ("split", "input", -1) and comm.module in sums
         after = "parallel" if reads_features else after
-        # Besides the stream, a region may read what all ranks have, and a split table reads no activation.
+        # Besides the stream, a region may read tensors that all ranks have, and a split table reads no activation.
         reads_other = comm.operation == "copy" and comm.dim == -1
         opens_itself = comm.side == "output" and not openings and comm.module in split_layers and lies == "same"
         is_right = lies in before and (lies != "split" or comm.dim in _dims_of_tokens(dim))
@@ -257,8 +257,8 @@ def _contains(module: str, name: str) -> bool:
 def blocks_keep_activations(plan: StepPlan) -> Iterator[str]:
     """A module whose input and output are both listed is a block: its residual stream lies the same at both ends.
 
-    After a block that gathers it, ranks have all of it. A module inside of a block that reads all of what is split
-    there gets it by communication. A layer that is split itself is no block.
+    After a block that gathers it, ranks have all of it. A module inside of a block that reads all of a tensor which is
+    split there gets it by communication. A layer that is split itself is not a block.
     """
     sharding = plan.model_sharding
     layers = {o for t in plan.inventory.tensors if sharding.rule(t.name).splits for o in _owners(t)}
@@ -271,16 +271,16 @@ def blocks_keep_activations(plan: StepPlan) -> Iterator[str]:
         if side == "output" and wanted != lies:
             yield f"{module}: ranks split activations by {wanted} in it, and by {lies} after it"
         if (side, lies) == ("input", ()) and module not in with_comm and (around := _splits_around(entries, module)):
-            yield f"{module}: nothing gives its ranks all of what they split by {around}"
+            yield f"{module}: no communication gives its ranks all of the activations that they split by {around}"
 
 
 def _splits_on_entry(plan: StepPlan) -> dict[str, tuple[DimensionSplit, ...]]:
-    """How activations lie where they enter each listed module."""
+    """The splits of activations where they enter each listed module."""
     return {each.module: each.splits for each in reversed(plan.model_sharding.activations) if each.side == "input"}
 
 
 def _splits_around(entries: Mapping[str, tuple[DimensionSplit, ...]], name: str) -> tuple[DimensionSplit, ...]:
-    """How activations lie where they enter the innermost listed module around a module or tensor."""
+    """The splits of activations where they enter the innermost listed module around a module or tensor."""
     while name:
         name = name.rpartition(".")[0]
         if name in entries:
@@ -301,12 +301,12 @@ def partial_gradients_are_declared(plan: StepPlan) -> Iterator[str]:
             is_shared = len(set(held)) < len(held)
             is_partial = is_shared or over in ("dp", "cp") or tensor.name in used_in_parts[over]
             if (is_shared or not splits) and is_partial != (over in rule.partial_over):
-                text = "are partial sums" if is_partial else "are no partial sums"
+                text = "are partial sums" if is_partial else "are not partial sums"
                 yield f"{tensor.name}: gradients of ranks of {over} {text}, and its rule says otherwise"
 
 
 def _used_in_parts(plan: StepPlan, over: str) -> set[str]:
-    """Trained tensors with which each rank computes, if it has the whole, for a part of what activations hold."""
+    """Trained tensors that each rank, if it has the whole, uses for a part of the activations."""
     borders = [comm for comm in plan.model_sharding.boundary_comms if comm.over == over and _is_border(comm)]
     readers = {module for comm in borders for module in (comm.module, *comm.shared_by)}
     outputs, entries = {comm.module for comm in borders if comm.side == "output"}, _splits_on_entry(plan)
@@ -398,11 +398,11 @@ class StepPlanProof:
     """Facts about a plan that was proven."""
 
     ranks: int
-    copies: int  # In each of which every element is updated once
+    copies: int  # Copies of the model, in each of which every element is updated once
     parameters: int
     elements: int
     comm_units: int
-    rows: int  # Of the global batch, each read once
+    rows: int  # Rows of the global batch, each read once
     microbatches: int
 
 
@@ -426,7 +426,7 @@ def prove_step_plan(plan: StepPlan) -> StepPlanProof:
 def check_rank_matches_plan(
     plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], *, counted_names: Collection[str]
 ) -> None:
-    """Check that a rank updates the elements that its plan says, (first, stop) by name, and which count in the norm."""
+    """Check the elements that a rank updates, (first, stop) by name, and its counted tensors against its plan."""
     planned = updated_ranges(plan, rank)
     actual = {name: bounds for name, bounds in local_ranges.items() if bounds[0] < bounds[1]}
     for name in {**planned, **actual}:
@@ -515,7 +515,7 @@ def shards_are_equal(plan: StepPlan) -> Iterator[str]:
                 if bounds != right:
                     yield f"{_title(group, unit)}: shard {shard} of {member.name} is elements {bounds}, not {right}"
             if unit.owner not in (None, *shards):
-                yield f"{_title(group, unit)}: there is no rank {unit.owner} among them, which is to own it"
+                yield f"{_title(group, unit)}: its owner, rank {unit.owner}, is not among them"
 
 
 def units_reduce_alike(plan: StepPlan) -> Iterator[str]:
@@ -529,7 +529,7 @@ def units_reduce_alike(plan: StepPlan) -> Iterator[str]:
 
 
 def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
-    """A codec rounds by what it compresses together, so a unit that is compressed has tensors with the same copies."""
+    """A codec rounds by the tensors that it compresses together, so those of a compressed unit have the same copies."""
     for group, unit in ((each, unit) for each in plan.groups for unit in each.units):
         members, copies = unit.members, group.group.copy_groups
         if any(action.codec for action in unit.schedule):

@@ -1,7 +1,7 @@
 """The memory of a rank that follows from its plan, without tensors.
 
-It is the model state that a rank keeps, buffers included, and the peak of what comes and goes beyond that: gradients
-before their reduction, and what stage 3 gathers, without activations.
+It is the model state that a rank keeps, buffers included, and the peak of temporary tensors beyond that: gradients
+before their reduction, and parameters that stage 3 gathers, without activations.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -164,7 +164,7 @@ def _storage_of_group(group: SyncGroupPlan, microbatches: int, recipe: Precision
 
 
 def _blocks_of_units(plan: StepPlan, group: SyncGroupPlan, saved: Collection[str]) -> Iterator[BlockSpec]:
-    """A block for each unit, in the order of a forward; what is used after the blocks is a block of its unit."""
+    """A block for each unit, in the order of a forward; parameters used after the blocks are a block of their unit."""
     late = {
         tensor.name for tensor in plan.inventory.tensors if tensor.block is None and -1 in tensor.needed_with_blocks
     }

@@ -1,4 +1,4 @@
-"""A step of a layout as a value: which rows each rank reads, and the actions on each bucket or FSDP unit.
+"""A step of a layout as a value: the rows that each rank reads, and the actions on each bucket or FSDP unit.
 
 The engine executes these actions; bytes, memory, the timeline, its picture and the check before the first step read
 the same list. check.py proves that it is right.
@@ -32,10 +32,10 @@ class StepPlan:
 
     inventory: ModelInventory
     model_sharding: ModelSharding
-    dims: ParallelDims  # Of the ranks that take a step together
+    dims: ParallelDims  # Dimensions of the ranks that take a step together
     groups: tuple[SyncGroupPlan, ...]
     microbatches: int
-    rows_by_rank: tuple[tuple[range, ...], ...]  # By micro-batch; of all independent replicas where there are any
+    rows_by_rank: tuple[tuple[range, ...], ...]  # By micro-batch; for all independent replicas
     batch_sequences: int
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
 
@@ -61,7 +61,7 @@ def make_step_plan(
 ) -> StepPlan:
     """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
     step_layout, model_sharding = (
-        layout.of_replica() if independent_replicas else layout,
+        layout.replica_layout() if independent_replicas else layout,
         model_sharding or ModelSharding(),
     )
     dims = step_layout.dims
@@ -130,7 +130,7 @@ class HeldRun(NamedTuple):
 
 
 def held_runs(plan: StepPlan, rank: int) -> dict[str, HeldRun]:
-    """The elements that a rank holds of the state of each tensor, by all its names: of a trained one, its update.
+    """The elements of each tensor's state on a rank, by all its names: of a trained one, the elements that it updates.
 
     Tensors of which it holds no element are left out.
     """

@@ -21,7 +21,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.precision.recipe import PrecisionRecipe
 
 _TABLE = "embedding.weight"
-_SINGLE_BLOCKS = {"flat": 1, "buckets": 2, "rows": 2}  # At both ends of many equal blocks
+_SINGLE_BLOCKS = {"flat": 1, "buckets": 2, "rows": 2}  # Blocks that are single at both ends of many equal ones
 
 
 class MomentBytes(NamedTuple):
@@ -29,7 +29,7 @@ class MomentBytes(NamedTuple):
 
     saved: int = 0
     recomputed: int = 0
-    gathered: int = 0  # Or not reduced yet
+    gathered: int = 0  # Gathered parameters, and gradients not reduced yet
     workspace: int = 0
     gradients: int = 0  # Sums of stage 3 over micro-batches, which a step begins without
 
@@ -38,7 +38,7 @@ class MomentBytes(NamedTuple):
         return sum(self)
 
     def with_saved(self, more: int) -> "MomentBytes":
-        """The same with more that is saved."""
+        """The same with more saved bytes."""
         return self._replace(saved=self.saved + more)
 
 
@@ -46,8 +46,8 @@ class MomentBytes(NamedTuple):
 class StagePeaks:
     """A micro-batch on one stage."""
 
-    kept: int  # From its forward to its backward
-    forward: MomentBytes  # When it takes the most; what is kept is a part
+    kept: int  # Bytes from its forward to its backward
+    forward: MomentBytes  # The largest moment; kept bytes are a part
     backward: MomentBytes
     gathered: int = 0  # Parameters of stage 3 that stay gathered from a forward to its backward
 
@@ -62,14 +62,14 @@ class GradientStorage:
     reshards: bool = True
     microbatches: int = 1
     reduces_once: bool = False  # Rows: unsharded sums are kept from one micro-batch to the next
-    in_pipeline: bool = False  # Of which the first stage has the embedding, and the last one the output head
+    in_pipeline: bool = False  # The first stage has the embedding, and the last one the output head
     has_replicas: bool = False  # Rows: sums over micro-batches wait for the all-reduce over replicas
     overlaps: bool = True  # Buckets travel while others are filled
-    bucket_mib: tuple[float, float] = (1.0, 25.0)  # The first, and the others
-    plan_buckets: tuple[Bucket, ...] = ()  # Of a plan; else they are built from the parameters
+    bucket_mib: tuple[float, float] = (1.0, 25.0)  # Size of the first bucket, and of the others
+    plan_buckets: tuple[Bucket, ...] = ()  # Buckets of a plan; else they are built from the parameters
 
     @classmethod
-    def of_stage(
+    def for_stage(
         cls, zero: int, recipe: PrecisionRecipe, *, shards: int, reduces_once: bool = False, **rest: Any
     ) -> "GradientStorage":
         """The storage of a stage of ZeRO."""
@@ -92,7 +92,7 @@ class GradientStorage:
         return self.keeps_unsharded_sums and self.recipe.reduce == self.recipe.compute
 
     def blocks_together(self, block: BlockSpec) -> int:
-        """How many blocks in the middle of a run of equal ones are like those before them: buckets must be smaller."""
+        """The blocks in the middle of a run of equal ones that are like those before them: buckets must be smaller."""
         fills_bucket = self.bytes_of("reduce") * block.trained_count > self.bucket_mib[1] * MIB
         return max(1, block.repeat - 2 * _SINGLE_BLOCKS[self.kind]) if self.kind != "buckets" or fills_bucket else 1
 
@@ -119,11 +119,11 @@ class BlockBytes(NamedTuple):
     block: BlockSpec
     kept: int
     kept_as_first: int  # Where the block splits the stream of its input
-    saved: int  # Without recomputation
+    saved: int  # Bytes without recomputation
     recomputed: int
-    workspace: int  # In forward
+    workspace: int  # Workspace of the forward
     moments: tuple[BackwardMoment, ...]
-    largest_moments: tuple[BackwardMoment, ...]  # The one with the most, where sums of gradients are flat
+    largest_moments: tuple[BackwardMoment, ...]  # The largest one, where sums of gradients are flat
     is_head: bool
     block_id: int = 0
     repeats: int = (
@@ -137,42 +137,42 @@ class BlockBytes(NamedTuple):
 
 
 class _FlatSums:
-    """Gradients are added to sums that exist: one comes and goes. Each method yields bytes of moments."""
+    """Gradients are added to existing sums, one at a time. Each method yields bytes of moments."""
 
-    sums = 0  # Bytes of sums that are no state
+    sums = 0  # Bytes of sums that are not state
     kept = 0  # Gathered parameters, from forward to backward
 
     def __init__(self, buckets: Sequence[Bucket], storage: GradientStorage) -> None:
         self._shards = [each.length if each.owner is not None else each.length // each.shards for each in buckets]
         is_cast = storage.recipe.reduce != storage.recipe.master
-        self._cast = storage.bytes_of("master") * max(self._shards, default=0) * is_cast  # For the optimizer
+        self._cast = storage.bytes_of("master") * max(self._shards, default=0) * is_cast  # Cast for the optimizer
 
     def before_forward(self, each: BlockBytes) -> Iterator[int]:
-        """Before a block computes."""
+        """Bytes before a block computes."""
         yield from ()
 
     def in_forward(self, each: BlockBytes) -> int:
-        """While a block computes."""
+        """Bytes while a block computes."""
         return 0
 
     def before_backward(self, each: BlockBytes) -> Iterator[int]:
-        """Before the kernels of a block, or blocks that are taken together."""
+        """Bytes before the kernels of a block, or blocks that are taken together."""
         yield from ()
 
     def in_kernel(self, moment: BackwardMoment) -> int:
-        """While a kernel of a backward computes."""
+        """Bytes while a kernel of a backward computes."""
         return moment.gradient
 
     def after_kernel(self, each: BlockBytes, moment: BackwardMoment) -> Iterator[int]:
-        """When its workspace is freed."""
+        """Bytes when the workspace of a kernel is freed."""
         yield from ()
 
     def after_backward(self, each: BlockBytes) -> Iterator[int]:
-        """When all gradients of a block are there."""
+        """Bytes when all gradients of a block are there."""
         yield from ()
 
     def end(self) -> Iterator[int]:
-        """After the last block."""
+        """Bytes after the last block."""
         yield self._cast
 
 
@@ -208,7 +208,7 @@ class _OpenBuckets(_FlatSums):
         yield self._cast
 
     def _names(self, each: BlockBytes, layer: str) -> list[str]:
-        """The parameters whose gradients are complete now, and were not before."""
+        """The parameters whose gradients have just become complete."""
         start, inner = each.block.prefix.format(i=each.block_id), f"{layer}." if layer else ""
         names = (start + p.name for p in each.block.layer.parameters if f"{p.name}.".startswith(inner))
         return [n for n in names if n in self._bucket_of and n in self._missing[self._bucket_of[n]]]
@@ -249,8 +249,8 @@ class _UnitBytes:
 class _RowsCase(NamedTuple):
     """A micro-batch of stage 3: the first of a step, one of the middle, or the last."""
 
-    has_sums: bool = False  # Of the micro-batches before
-    waits: bool = False  # Copies of them for the all-reduce over replicas
+    has_sums: bool = False  # Sums of the micro-batches before
+    waits: bool = False  # Copies of the sums wait for the all-reduce over replicas
     growth: int = 0  # Copies that each unit adds to those
 
 
@@ -263,7 +263,7 @@ class _GatheredRows(_FlatSums):
         layers = {id(each.block.layer): each.block for each in runs}
         self._units = {key: _UnitBytes([block], storage) for key, block in layers.items()}
         self._root = _UnitBytes([each.block for each in runs if each.is_root], storage)
-        self._sizes = [self._unit(each).gathered for each in runs if not each.is_root]  # Those left for backward
+        self._sizes = [self._unit(each).gathered for each in runs if not each.is_root]  # Sizes left for backward
         self._reduce, self._master = storage.bytes_of("reduce"), storage.bytes_of("master")
         counts = [(self._root, 1), *((self._unit(each), each.repeats) for each in runs if not each.is_root)]
         shard = sum(count * unit.shard_numel for unit, count in counts)
@@ -356,7 +356,7 @@ class StageBlocks:
     policies: Sequence[BlockPolicy]
     storage: GradientStorage
     splits_vocabulary: bool = False
-    is_first: bool = True  # Of the stages; others receive activations
+    is_first: bool = True  # The first stage; others receive activations
     is_last: bool = True
 
     @property
@@ -365,7 +365,7 @@ class StageBlocks:
 
     @property
     def kept(self) -> int:
-        """Bytes that one micro-batch leaves for its backward, with what is sent to the next stage."""
+        """Bytes that one micro-batch leaves for its backward, with the tensors sent to the next stage."""
         return (
             self._arguments + sum(each.kept * each.repeats for each in self._runs) + self._stream * (not self.is_last)
         )
@@ -407,11 +407,11 @@ class StageBlocks:
             nothing: list[BlockPolicy] = ["none"] * block.repeat
             chosen = left[: block.repeat] if block.input is not None else nothing
             left = left[block.repeat :] if block.input is not None else left
-            of_policy = {policy: self._bytes(block, policy) for policy in {*chosen}}
-            together = self.storage.blocks_together(block) if len(of_policy) == 1 else 1
+            policy_bytes = {policy: self._bytes(block, policy) for policy in {*chosen}}
+            together = self.storage.blocks_together(block) if len(policy_bytes) == 1 else 1
             index = 0
             while index < block.repeat:
-                each = of_policy[chosen[index]]
+                each = policy_bytes[chosen[index]]
                 kept = each.kept if index else each.kept_as_first
                 count = together if index == _SINGLE_BLOCKS[self.storage.kind] else 1
                 runs.append(each._replace(block=block, kept=kept, block_id=block.first_index + index, repeats=count))
@@ -539,7 +539,7 @@ def _largest(moments: Iterable[MomentBytes]) -> MomentBytes:
 
 @dataclass(frozen=True)
 class BusyMoment:
-    """A pass of a rank, and how many other micro-batches each of its stages keeps meanwhile."""
+    """A pass of a rank, and the number of other micro-batches that each of its stages keeps meanwhile."""
 
     is_forward: bool
     stage: int

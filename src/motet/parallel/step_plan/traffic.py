@@ -41,9 +41,9 @@ from motet.precision.recipe import PrecisionRecipe
 class StepTrafficBytes:
     """Bytes that one rank sends in one step, without the few bytes of agreements."""
 
-    reduce_scatter: int  # Or a reduction to the owners of buckets
+    reduce_scatter: int  # Also reductions to the owners of buckets
     all_reduce: int
-    all_gather: int  # Or a broadcast from the owners
+    all_gather: int  # Also broadcasts from the owners
 
     @property
     def total(self) -> int:
@@ -85,7 +85,7 @@ class ActionTraffic:
     plan: SyncGroupPlan
     recipe: PrecisionRecipe
     algorithms: CollectiveAlgorithmSelector
-    rank: int  # Within the sum group
+    rank: int  # Position within the sum group
     hosts: HostOfRank
 
     def sent_bytes_per_step(self, unit: CommUnit, action: CommUnitAction) -> int:
@@ -168,7 +168,7 @@ _COLLECTIVES: Mapping[BoundaryOperation, ActivationCollectiveName] = {
     "gather": "all-gather",
     "replicate": "all-gather",
     "scatter": "reduce-scatter",
-}  # Of the other operations, each rank does its part alone
+}  # Each rank does its part of other operations alone
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class ActivationCollective:
     module: str
     moment: Literal["forward", "backward"]
     over: str
-    numel: int  # Of the activation on all ranks together
+    numel: int  # Elements of the activation on all ranks together
     dtype: str
 
 
@@ -189,7 +189,7 @@ def activation_collectives(
     """The collectives of a micro-batch of this shape, forward before backward; only those of a rank, if it is given."""
     trained = {name for tensor in plan.inventory.trained for name in (tensor.name, *tensor.aliases)}
     comms = plan.model_sharding.boundary_comms if rank is None else _comms_on_rank(plan, rank)
-    made = [each for comm in comms for each in _of_comm(comm, trained, shape=shape, dtype=recipe.compute)]
+    made = [each for comm in comms for each in _collectives_of_comm(comm, trained, shape=shape, dtype=recipe.compute)]
     on_several_ranks = (each for each in made if plan.dims.size(each.over) > 1)
     return tuple(sorted(on_several_ranks, key=lambda each: each.moment == "backward"))
 
@@ -212,7 +212,7 @@ def _comms_on_rank(plan: StepPlan, rank: int) -> Iterator[BoundaryComm]:
     return (comm for comm in sharding.boundary_comms if is_called(comm.module))
 
 
-def _of_comm(
+def _collectives_of_comm(
     comm: BoundaryComm, trained: set[str], *, shape: MicroBatchShape, dtype: str
 ) -> Iterator[ActivationCollective]:
     if comm.argument == LOSS and dtype != "float64":
@@ -221,7 +221,7 @@ def _of_comm(
     weights = {f"{layer}.{name}" for layer in (comm.module, *comm.shared_by) for name in ("weight", "adapter_a")}
     gathers_again = (comm.operation, comm.side) == ("gather", "input") and not trained.isdisjoint(weights)
     for size in comm.sizes:
-        of_call = partial(
+        make_collective = partial(
             ActivationCollective,
             module=comm.module,
             over=comm.over,
@@ -229,11 +229,11 @@ def _of_comm(
             dtype=dtype,
         )
         if forward := _COLLECTIVES.get(comm.operation):
-            yield of_call(forward, moment="forward")
+            yield make_collective(forward, moment="forward")
         if gathers_again:
-            yield of_call("all-gather", moment="backward")
+            yield make_collective("all-gather", moment="backward")
         if (backward := _COLLECTIVES.get(comm.conjugate)) and size.needs_gradient:
-            yield of_call(backward, moment="backward")
+            yield make_collective(backward, moment="backward")
 
 
 def sent_activation_bytes(

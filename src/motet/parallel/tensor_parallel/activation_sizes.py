@@ -17,9 +17,9 @@ from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.tensor_parallel.boundary_hooks import argument_key
 
-# (rows, tokens, source tokens) at most of two forwards, so that a size shows what it is proportional to.
+# (rows, tokens, source tokens) at most of two forwards, which show the counts that a size is proportional to.
 _MEASURED_SIZES = ((2, 8, 12), (1, 12, 8))
-_LOSS_REDUCTIONS = 2  # Of the largest logits, and of sums; a third one is that of the gradient of the head's input
+_LOSS_REDUCTIONS = 2  # Reductions of the largest logits and of sums; a third one has the gradient of the head's input
 _COUNTED_PER: tuple[CountedPer, ...] = get_args(CountedPer)
 _MeasuredCalls = list[tuple[int, bool]]  # (elements, whether their gradient is needed) of each call
 
@@ -27,7 +27,7 @@ _MeasuredCalls = list[tuple[int, bool]]  # (elements, whether their gradient is 
 def with_activation_sizes(
     sharding: ModelSharding, module: nn.Module, forward: Callable[[Batch], object], *, batch: Batch
 ) -> ModelSharding:
-    """The same sharding, whose comms say the sizes of their activations. `forward` runs the module on parts of a batch;
+    """The same sharding, whose comms have sizes of their activations. `forward` runs the module on parts of a batch;
     parameters may be on the meta device."""
     batches = [batch.first_tokens(*sizes) for sizes in _MEASURED_SIZES]
     with random_values(module, keeps_frozen=True), torch.enable_grad():
@@ -35,7 +35,7 @@ def with_activation_sizes(
     shapes = [_shape_of(each, run) for each, run in zip(batches, runs, strict=True)]
     sized, fused_heads = list[BoundaryComm](), runs[0].fused_heads
     for comm, *calls_of_runs in zip(sharding.boundary_comms, *(run.calls for run in runs), strict=True):
-        # A loss that computes its logits takes no token that is no target.
+        # A loss that computes its logits takes only tokens with a target.
         order = ("target", *_COUNTED_PER) if comm.module in fused_heads else _COUNTED_PER
         sizes = (_size(calls, shapes, order=order) for calls in zip(*calls_of_runs, strict=False))
         sized.append(replace(comm, sizes=tuple(filter(None, sizes))))
@@ -50,7 +50,7 @@ class _MeasuredRun:
     size: int = 0
     start: int = 0
     loss_reductions: _MeasuredCalls = field(default_factory=list)
-    fused_heads: set[str] = field(default_factory=set)  # Whose logits the loss computes
+    fused_heads: set[str] = field(default_factory=set)  # Heads whose logits the loss computes
 
     @property
     def stop(self) -> int:
@@ -109,7 +109,7 @@ def _shape_of(batch: Batch, run: _MeasuredRun) -> MicroBatchShape:
 def _size(
     calls: Sequence[tuple[int, bool]], shapes: Sequence[MicroBatchShape], *, order: Iterable[CountedPer]
 ) -> ActivationSize | None:
-    """The width for each of what a size is proportional to; None if it grows in another way."""
+    """The width for each count that a size is proportional to; None if it grows differently."""
     (numel, needs_gradient), *_ = calls
     for per in order:
         counts = [shape.count(per) for shape in shapes]

@@ -72,7 +72,7 @@ def _sum(x: Tensor, dim: int, group: RankGroup) -> Tensor:
 def _gather(x: Tensor, dim: int, group: RankGroup) -> Tensor:
     parts = x.new_empty(group.world, *x.shape)
     all_gather(parts, x.contiguous(), group)
-    return torch.cat(parts.unbind(), dim)  # No view of the parts: FSDP2 warns of a block that returns one
+    return torch.cat(parts.unbind(), dim)  # Not a view of the parts: FSDP2 warns of a block that returns one
 
 
 def _scatter(x: Tensor, dim: int, group: RankGroup) -> Tensor:

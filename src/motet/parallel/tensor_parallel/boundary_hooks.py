@@ -1,7 +1,7 @@
 """Hooks that communicate an activation where it enters or leaves modules on this rank.
 
 A module whose code computes with the width of its input, as in `B, T, C = x.size()`, gets a view of it that is as wide
-as what the rank computes from it, so that a later `y.view(B, T, C)` is right. The layers in it that read the input get
+as the rank's results from it, so that a later `y.view(B, T, C)` is right. The layers in it that read the input get
 the input itself. Nothing else may read its values.
 """
 
@@ -34,7 +34,7 @@ class SequenceState:
     is_split: bool = True
 
     def begin(self, length: int) -> None:
-        """Begin a stretch of blocks; with gradients, a length that cannot be split is refused when it is."""
+        """Begin a stretch of blocks; with gradients, a length that ranks do not divide is refused at its split."""
         self.is_split = torch.is_grad_enabled() or length % self.ranks == 0
 
     def operation(self, comm: BoundaryComm) -> BoundaryOperation:
@@ -50,14 +50,14 @@ class Boundary:
     comm: BoundaryComm
     group: RankGroup
     sequence: SequenceState
-    row_split_after: RowSplit | None  # Of activations after the comm
+    row_split_after: RowSplit | None  # Row split of activations after the comm
 
     def communicate(self, x: Tensor) -> Tensor:
         comm = self.comm
         if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
             self.sequence.begin(x.shape[comm.dim])
         operation = self.sequence.operation(comm)
-        conjugate = comm.conjugate if operation == comm.operation else "copy"  # Without gradients there is none
+        conjugate = comm.conjugate if operation == comm.operation else "copy"  # No conjugate without gradients
         return Communication(operation, conjugate, comm.dim, self.group).apply(x)
 
     @property
@@ -109,8 +109,8 @@ class InputBoundary:
         self._products = columns if self._overlaps or boundary.comm.operation == "gather" else {}
         for layer, split in columns.items():
             layer.forward = partial(self._forward, layer, split)
-            of_adapter = replace(split, products=replace(split.products, is_transposed=False))
-            set_input_projection(layer, partial(self._multiply, of_adapter, bias=None))
+            adapter_split = replace(split, products=replace(split.products, is_transposed=False))
+            set_input_projection(layer, partial(self._multiply, adapter_split, bias=None))
         for module in modules:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
             if self._products:
@@ -156,7 +156,7 @@ class InputBoundary:
 
     def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
         reading = self._reading
-        if reading is None or x is not reading.communicated:  # Something that was computed from it
+        if reading is None or x is not reading.communicated:  # A tensor computed from it
             return split.products.multiply(x, weight, bias)
         index, value = reading.trained.get(id(weight), (None, weight))
         return reading.shared.multiply(split, x, value, bias=bias, index=index, local=reading.local)
@@ -167,7 +167,7 @@ class OutputBoundary:
 
     def __init__(self, boundary: Boundary, module: nn.Module, row: LinearSplit | None) -> None:
         self._boundary, self._module = boundary, module
-        # What a hook adds to the output of a layer, such as an adapter, is summed too, and so later.
+        # Tensors that hooks add to the output of a layer, such as an adapter's, are summed too, so the sum comes later.
         names = {name for name, _ in module.named_parameters()}
         self._is_reduced_in_forward = row is not None and names <= {"weight", "bias"}
         if row is not None:
@@ -204,7 +204,7 @@ def local_input_widths(module: nn.Module, widths: Sequence[InputWidth]) -> Itera
 
 
 def show_input_widths(module: nn.Module, widths: Sequence[InputWidth]) -> list[Callable[[], None]]:
-    """Let inner modules see the widths of one rank, after other hooks have changed inputs. Returns what ends it."""
+    """Let inner modules see the widths of one rank, after other hooks changed inputs. Returns functions to end it."""
     return [remove for width in widths for remove in _ShownInput(module, width).removers]
 
 

@@ -2,7 +2,7 @@
 
 The parameters get their local shapes and values elsewhere, by the same `ModelSharding`.
 
-Which part of a row of an activation a rank has where dropout draws its mask, from the shape of the row there.
+The part of an activation's row that a rank has where dropout draws its mask, from the shape of the row there.
 """
 
 import copy
@@ -49,11 +49,11 @@ def split_by_units(width: int, spans: Sequence[tuple[int, int]], padding: int) -
         is_inner = shape[-1] == local and (len(shape) == 2 or (len(shape) == 3 and shape[0] == 1))
         dim = len(shape) - 1 if is_inner else 1 if len(shape) == 4 and shape[0] == 1 else 0
         units, is_unclear = shape[dim], not local or len(shape) < 2 or (not is_inner and len(shape) not in (3, 4))
-        bounds = [bound * units for of_span in spans for bound in (*of_span, width)]
+        bounds = [bound * units for local_span in spans for bound in (*local_span, width)]
         if is_unclear or any(bound % local for bound in bounds):
             raise InputError(
-                f"dropout on a tensor whose rows here have shape {list(shape)}, between layers that ranks split: which "
-                f"of its dimensions holds this rank's {local} of {width} elements is not known; set the dropout to 0"
+                f"dropout on a tensor with rows of shape {list(shape)}, between layers that ranks split: no dimension "
+                f"clearly holds this rank's {local} of {width} elements; set the dropout to 0"
             )
         here = [(first * units // local, stop * units // local) for first, stop in spans]
         filler = [(0, padding * units // local)] if padding else []  # The mask of zeros does not matter
@@ -63,7 +63,7 @@ def split_by_units(width: int, spans: Sequence[tuple[int, int]], padding: int) -
 
 
 def split_by_tokens(ranks: int, index: int) -> RowSplit:
-    """The split of the residual stream over the sequence: each rank has as many tokens."""
+    """The split of the residual stream over the sequence: each rank has equally many tokens."""
 
     def split(shape: tuple[int, ...]) -> tuple[tuple[int, ...], Spans]:
         dim = 1 if len(shape) > 2 and shape[0] == 1 else 0
@@ -93,8 +93,8 @@ def shard_module(
 ) -> Sequence[SequenceState]:
     """Let a module communicate at the borders of its split regions, in `pieces`. Every rank of the group calls this.
 
-    Layers do not communicate if the rank holds none of their parameters; `held` has the names of what it holds, or is
-    None if it holds all. Returns what says whether a running forward splits the sequence.
+    Layers do not communicate if the rank holds none of their parameters; `held` has the names of held parameters,
+    or is None if it holds all. Returns states that say whether a running forward splits the sequence.
     """
     split_over = sorted({comm.over for comm in sharding.boundary_comms if dims.size(comm.over) > 1})
     groups = {over: join_subgroup(group, dims.groups(over)) for over in split_over}
@@ -152,7 +152,7 @@ def computes_linear(layer: nn.Module, is_transposed: bool) -> bool:
 
 
 def _output_with(layer: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
-    """The output of a layer with other parameters, or None if it computes none from x."""
+    """The output of a layer with other parameters, or None if it cannot compute one from x."""
     stand_in = copy.copy(layer)
     stand_in._parameters = {n: parameters.get(n) for n in layer._parameters}  # type: ignore[misc]  # a mere tensor will do
     try:
@@ -197,7 +197,7 @@ class _BoundaryInstaller:
     def _install_output(self, boundary: Boundary, module: nn.Module) -> None:
         comm = boundary.comm
         if comm.argument == LOSS:
-            set_vocabulary_shard(self._module, RankVocabularyShard.of_spec(*self._head_spec(), group=self._group))
+            set_vocabulary_shard(self._module, RankVocabularyShard.from_spec(*self._head_spec(), group=self._group))
             return
         linear = self._linear_splits([module], comm)
         if comm.operation == "sum" and not linear and self._is_table(module):
@@ -209,7 +209,7 @@ class _BoundaryInstaller:
             module.register_forward_hook(lambda _, __, logits, end=spec.shape[dim]: logits[..., :end])
 
     def _linear_splits(self, layers: Sequence[nn.Module], comm: BoundaryComm) -> dict[nn.Module, LinearSplit]:
-        """The linear layers whose weights are split, of layers before or after which ranks communicate."""
+        """The linear layers with split weights, among layers before or after which ranks communicate."""
         if comm.operation not in ("copy", "gather", "sum", "scatter"):
             return {}
         splits = {layer: split for layer in layers if (split := self._weight_split(layer)) is not None}

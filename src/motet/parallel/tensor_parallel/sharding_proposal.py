@@ -46,11 +46,11 @@ def proof_lengths(dims: ParallelDims, longest: int) -> list[int]:
 class ProofForwards:
     """Forwards of a module with which its splits are proven, for rows of two lengths."""
 
-    forwards: Sequence[Forward]  # To the output or the loss, as training computes it
+    forwards: Sequence[Forward]  # Forwards to the output or the loss, as training computes it
     rows: int = 1
-    # To what the loss is computed from: then logits stay on the ranks that have their vocabulary.
+    # Forwards to the input of the loss: then logits stay on the ranks that have their vocabulary.
     logits: Sequence[Forward] = ()
-    vocab_size: int | None = None  # Of the input, if it is known
+    vocab_size: int | None = None  # Vocabulary of the input, if it is known
     prepare: Callable[[], object] | None = None  # Called before the first forward
 
 
@@ -93,7 +93,7 @@ def propose_sharding(
     names |= {name.rpartition(".")[0] for region in splits.regions for name in region.rules}
     names |= {name for comm in vocabulary.boundary_comms for name in _modules_around(comm.module)}
     calls = _first_calls(module, names, observed)
-    unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head that no module is has no name
+    unsplit_entries = [each for each in vocabulary.whole_regions if each.module]  # A head without a module has no name
     unsplit_rules = {
         name: ShardRule(reason=each.reason)
         for each in (*stream.unsplit, *splits.whole_regions, *unsplit_entries)
@@ -123,7 +123,7 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
 
 
 def _activations(module: nn.Module, region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
-    """How the outputs of a region's layers lie on its ranks."""
+    """The splits of the outputs of a region's layers on its ranks."""
     for layer in (layer for group in region.columns for layer in group):
         shape, splits = module.get_parameter(f"{layer}.weight").shape, region.rules[f"{layer}.weight"].splits
         along_output = [split.moved(len(_output_shape(calls[layer])) - 1, shape[split.dim]) for split in splits]
@@ -139,7 +139,7 @@ def _modules_around(name: str) -> list[str]:
 def _logits_entries(
     module: nn.Module, vocabulary: VocabularySplit, calls: Mapping[str, ModuleCall]
 ) -> Iterator[ActivationSplit]:
-    """How logits lie that stay on the ranks of their entries: where the head, or one around it, returns them."""
+    """The splits of logits that stay on their entries' ranks: where the head, or a module around it, returns them."""
     for head in (comm.module for comm in vocabulary.boundary_comms if comm.argument == LOSS):
         name = vocabulary.head_tensors[0]
         shape, splits = module.get_parameter(name).shape, vocabulary.rules[name].splits
@@ -151,7 +151,7 @@ def _logits_entries(
 
 
 def _activations_between(region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
-    """How activations lie at modules between the layers of a region: tables of heads, and norms of each head."""
+    """The splits of activations at modules between the layers of a region: tables of heads, and norms of each head."""
     layers = {*region.rows, *(layer for group in region.columns for layer in group)}
     for name, rule in region.rules.items():
         owner, is_partial = name.rpartition(".")[0], TENSOR_DIMENSION in rule.partial_over
@@ -178,15 +178,15 @@ def _first_calls(module: nn.Module, names: Collection[str], forward: Forward) ->
     return {name: of[0] for name, of in calls.items()} | {"": ModuleCall({}, {}, (-1, after_all))}
 
 
-SMALL_SHARE = 0.05  # Such as a table of positions, of which nobody is warned
+SMALL_SHARE = 0.05  # Share without a warning, such as that of a table of positions
 _NOT_COUNTED = re.compile(r"(?:^|[._])experts?(?:[._]|$)|\.adapter_[ab]$")  # Names; expert parallelism splits experts
 
 
 @dataclass(frozen=True)
 class SplitShare:
-    """Matrices that are trained: layers and tables, without experts, adapters and what the job keeps whole."""
+    """Trained matrices: layers and tables, without experts, adapters and layers that the job keeps whole."""
 
-    elements: int  # Of all of them
+    elements: int  # Elements of all of them
     unsplit: tuple[tuple[str, int, str], ...]  # (name, elements, why each rank has it as a whole), the largest first
 
     @property
@@ -195,7 +195,7 @@ class SplitShare:
         return 1 - sum(elements for _, elements, _ in self.unsplit) / max(self.elements, 1)
 
     def describe_whole(self) -> str:
-        """The name of the largest one that is whole, how many others are, and its reason."""
+        """The name of the largest whole matrix, the number of others, and its reason."""
         more = f" and {len(self.unsplit) - 1} more stay" if len(self.unsplit) > 1 else " stays"
         return f"{self.unsplit[0][0]}{more} whole: {self.unsplit[0][2]}"
 
@@ -215,7 +215,7 @@ def _sizes_to_split(module: nn.Module, sharding: ModelSharding) -> Iterator[tupl
 
 
 def check_split_share(module: nn.Module, sharding: ModelSharding, dims: ParallelDims, *, required: float) -> None:
-    """Refuse a split of little: each rank would compute nearly all of the model."""
+    """Refuse a split of few parameters: each rank would compute nearly all of the model."""
     degree = dims.size(TENSOR_DIMENSION)
     if degree == 1:
         return

@@ -1,6 +1,6 @@
 """Splits of the linear layers of any module, proposed from shapes and plans and proven by running the shards.
 
-Everything runs in one process, on the CPU and in float64, with random parameters. What is not proven stays whole.
+Everything runs in one process, on the CPU and in float64, with random parameters. Layers without a proof stay whole.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ def prove_splits(
     excluded: Collection[str] = (),
     rows: int = 1,
 ) -> ProvenSplits:
-    """The regions of a module that can be split over `degree` ranks, and what stays whole.
+    """The regions of a module that can be split over `degree` ranks, and the modules that stay whole.
 
     Each of `forwards` runs the module with a batch of `rows` rows; they differ in length. Names of `overrides` and
     `plan` may have wildcards; an override that cannot be proven is an InputError. Layers that are `excluded` are left
@@ -93,7 +93,7 @@ class _SplitSearch:
     """The search for regions, from the innermost modules outwards."""
 
     proof: PartProof
-    observations: Sequence[ObservedForward]  # Of each forward
+    observations: Sequence[ObservedForward]  # One for each forward
     forced: Mapping[str, LayerSplit]
     declared: Mapping[str, LayerSplit]
     taken: set[str]  # Layers that are in a region, or whole by a rule
@@ -147,7 +147,7 @@ class _SplitSearch:
         return set(order[min(places) : max(places) + 1])
 
     def _rank(self, region: CandidateRegion) -> tuple[bool, bool, int, int]:
-        """Declared regions come first; then regions that return what is as wide as their input; then large layers."""
+        """Declared regions come first; then regions whose output is as wide as their input; then large layers."""
         layers = [self.observed.layers[name] for name in region.layers]
         changes_width = layers[-1].out_width != layers[0].in_width
         elements = sum(layer.in_width * layer.out_width for layer in layers)
@@ -170,7 +170,7 @@ class _SplitSearch:
         self.taken.update(proposal.region.layers)
 
     def _result(self, region: CandidateRegion) -> SplitProposal | str:
-        """The proven way to split a region, or why there is none; that of an earlier region which is alike."""
+        """The proven split of a region, or the reason why it has none; taken from an earlier region that is alike."""
         start = len(region.module) + 1 if region.module else 0
         relative = tuple(tuple(name[start:] for name in group) for group in (*region.columns, region.rows))
         key = structure(self.module.get_submodule(region.module)), relative
@@ -222,7 +222,7 @@ class _SplitSearch:
     ) -> frozenset[str] | ProofMismatchError:
         """The names of whole parameters whose gradients are partial sums, or where shards differ from the whole.
 
-        With `stops`, forwards end at the last row layer, and what comes before the regions is not differentiated.
+        With `stops`, forwards end at the last row layer, and the computation before the regions is not differentiated.
         """
         rows = [row for each in proposals for row in each.region.rows]
         joined = join_proposals(proposals, self.observed, differentiates_inputs=not stops)

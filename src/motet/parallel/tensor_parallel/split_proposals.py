@@ -33,7 +33,7 @@ class LinearLayer:
     """A layer that computes x W + b, with a weight of [in, out] or [out, in]."""
 
     name: str
-    out_dim: int  # Of the weight
+    out_dim: int  # Dimension of the weight
     in_width: int
     out_width: int
     has_adapter: bool
@@ -45,7 +45,7 @@ class LayerCall:
 
     layer: str
     source: int
-    views: int  # How many entries of `ObservedForward.views` are older
+    views: int  # Number of older entries of `ObservedForward.views`
 
 
 @dataclass
@@ -77,13 +77,13 @@ class CandidateRegion:
 
 
 class _LayerObserver(CallObserver):
-    """Finds the linear layers among the modules that run, and notes which integers they read."""
+    """Finds the linear layers among the modules that run, and notes the integers that they read."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(dict(module.named_modules()))
         self.observed = ObservedForward(called=self.counts)
         self._sources = dict[int, Tensor]()  # Kept, so that no other tensor gets the number of one
-        self._entered = dict[str, Arguments]()  # By modules that are running
+        self._entered = dict[str, Arguments]()  # Arguments of running modules
 
     def enter(self, name: str, arguments: Arguments) -> Arguments:
         self._entered[name] = arguments
@@ -158,7 +158,7 @@ def _reads_observed(holder: Any, read: Callable[[str, object], None]) -> Iterato
 
     try:
         object.__setattr__(holder, "__class__", type(kind.__name__, (kind,), {"__getattribute__": observe}))
-    except TypeError:  # Of a built-in type, such as SimpleNamespace: its reads cannot be seen, and may be any
+    except TypeError:  # A built-in type, such as SimpleNamespace: its reads cannot be seen, and may be any
         for name, value in vars(holder).items():
             read(name, value)
     try:
@@ -194,7 +194,7 @@ def output_dim_of_weight(
     layer: nn.Module, inputs: Sequence[Any], weight: Tensor, *, biases: Sequence[Tensor]
 ) -> int | None:
     """The dimension of the weight along the output of a layer that computes x W + b; None for another layer."""
-    x, output = inputs[0], layer.forward(*inputs)  # Without what hooks, such as adapters, add to it
+    x, output = inputs[0], layer.forward(*inputs)  # Without hooks, such as adapters, which would add to it
     for dim, matrix in enumerate((weight.T, weight)):
         if x.shape[-1] == matrix.shape[0] and x.dtype == weight.dtype and is_close(output, sum(biases, x @ matrix)):
             return dim
@@ -262,7 +262,7 @@ def modules_bottom_up(module: nn.Module) -> Sequence[str]:
     return sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
 
 
-MOST_ATTRIBUTES = 3  # Of a subset that is tried
+MOST_ATTRIBUTES = 3  # Attributes of a subset that is tried
 MOST_SUBSETS = 40
 MOST_WITH_WIDTHS = 4  # Choices of attributes that are tried with other widths of inputs
 MOST_TABLES = 10
@@ -276,11 +276,11 @@ class SplitProposal:
     splits: Mapping[str, DimensionSplit]  # By the name of the tensor
     attributes: tuple[LocalAttribute, ...] = ()
     input_widths: tuple[InputWidth, ...] = ()
-    input_splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # Of what row layers read
+    input_splits: Mapping[str, DimensionSplit] = field(default_factory=dict)  # Splits of row layers' inputs
     spare: tuple[LocalAttribute, ...] = ()  # Numbers of heads that these forwards do not read, but others may
 
     def inner_splits(self, observed: ObservedForward) -> Iterator[tuple[str, tuple[int, DimensionSplit]]]:
-        """How activations are split between a column layer and the next row layer: (its name, (width, split))."""
+        """The splits of activations between a column layer and the next row layer: (its name, (width, split))."""
         order = [call.layer for call in observed.calls]
         for column in (name for group in self.region.columns for name in group):
             row = next(name for name in order[order.index(column) :] if name in self.region.rows)
@@ -304,7 +304,7 @@ def join_proposals(
 
 @dataclass(frozen=True)
 class RegionFacts:
-    """A region and what is known about it, from which ways to split it are proposed."""
+    """A region and the known facts about it, from which ways to split it are proposed."""
 
     module: nn.Module
     observed: ObservedForward
@@ -356,11 +356,11 @@ class _LocalSizes:
     def __init__(self, inner: int, columns: Sequence[tuple[int, DimensionSplit]], degree: int) -> None:
         self.degree, self.unit = degree, columns[0][1].unit
         self.values: dict[int, int] = {}
-        self.splits: dict[int, DimensionSplit] = {}  # Of a dimension with such a length
+        self.splits: dict[int, DimensionSplit] = {}  # Split of a dimension by its length
         self._add(inner, split_of(0, unit=self.unit), can_be_shared=False)
         for width, split in columns:
             self._add(width, split, can_be_shared=not split.parts)
-            keys = (width - inner) // 2  # Of one product with queries, keys and values
+            keys = (width - inner) // 2  # Keys of one product with queries, keys and values
             for part in (*split.parts, *([keys] if keys > 0 and keys * 2 + inner == width else [])):
                 if part % self.unit == 0 and part // self.unit % degree == 0:
                     self._add(part, split_of(0, unit=self.unit), can_be_shared=False)
@@ -522,13 +522,13 @@ def _tensors_of_layer(
 
 def _attributes(facts: RegionFacts, local: Mapping[int, int]) -> tuple[list[LocalAttribute], list[LocalAttribute]]:
     """Integer attributes of modules and of configs that the region reads, and the values that replace them."""
-    of_modules, of_configs = dict[LocalAttribute, None](), dict[LocalAttribute, None]()
+    in_modules, in_configs = dict[LocalAttribute, None](), dict[LocalAttribute, None]()
     module = facts.region.module
     for reader, path, name, value in facts.observed.reads:
         is_of_region = is_inside(reader, module) and is_inside(path, module) and path not in facts.region.rows
         if is_of_region and local.get(value, value) != value:
-            (of_configs if "." in name else of_modules)[path, name, local[value]] = None
-    return list(of_modules), list(of_configs)
+            (in_configs if "." in name else in_modules)[path, name, local[value]] = None
+    return list(in_modules), list(in_configs)
 
 
 def _numbers_of_heads(facts: RegionFacts, local: _LocalSizes) -> Iterator[LocalAttribute]:
@@ -542,13 +542,13 @@ def _numbers_of_heads(facts: RegionFacts, local: _LocalSizes) -> Iterator[LocalA
 
 
 def _attribute_choices(
-    of_modules: Sequence[LocalAttribute], of_configs: Sequence[LocalAttribute]
+    in_modules: Sequence[LocalAttribute], in_configs: Sequence[LocalAttribute]
 ) -> Iterator[tuple[LocalAttribute, ...]]:
-    every = (*of_modules, *of_configs)
+    every = (*in_modules, *in_configs)
     subsets = [
         subset for size in range(1, min(len(every), MOST_ATTRIBUTES) + 1) for subset in combinations(every, size)
     ]
-    yield from dict.fromkeys([(), tuple(of_modules), every, *subsets[:MOST_SUBSETS]])
+    yield from dict.fromkeys([(), tuple(in_modules), every, *subsets[:MOST_SUBSETS]])
 
 
 def _tables(facts: RegionFacts, splits: Mapping[int, DimensionSplit]) -> list[tuple[str, DimensionSplit]]:

@@ -7,8 +7,8 @@ from typing import Literal
 from motet.core.errors import names_matching
 from motet.parallel.model_sharding import TENSOR_DIMENSION, BoundaryComm, InputWidth, ShardRule
 
-LayerSplit = Literal["columns", "rows", "whole"]  # Output features are split, input features are, or nothing is
-RULE_OF_JOB = "a rule of the job"  # Why a layer stays whole, or how it is split
+LayerSplit = Literal["columns", "rows", "whole"]  # The split features: output, input or none
+RULE_OF_JOB = "a rule of the job"  # Reason why a layer stays whole or is split
 LocalAttribute = tuple[str, str, int]  # (module, integer attribute or `config.NAME`, value on a rank)
 
 
@@ -21,13 +21,13 @@ class SplitRegion:
     # layers, every rank has all that the row layers read, and takes its slice along the last dimension.
     columns: tuple[tuple[str, ...], ...]
     rows: tuple[str, ...]
-    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Of split tensors, and of whole ones inside
+    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Rules of split tensors, and of whole ones inside
     attributes: tuple[LocalAttribute, ...] = ()
     input_widths: tuple[InputWidth, ...] = ()
     found_by: str = "shapes"
 
     def comms(self) -> Iterator[BoundaryComm]:
-        """Its communication, where every rank has what it reads."""
+        """Its communication, where every rank has all of its input."""
         return region_comms(self.columns, self.rows)
 
 

@@ -254,7 +254,7 @@ class _Estimate:
     @cached_property
     def _storage(self) -> GradientStorage:
         layout = self.step.layout
-        return GradientStorage.of_stage(
+        return GradientStorage.for_stage(
             layout.zero,
             self.step.recipe,
             shards=layout.shards,

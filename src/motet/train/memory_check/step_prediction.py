@@ -275,7 +275,7 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
     """The sums of gradients of a job."""
     sharding, settings = layout.sharding, job.communication
     mib, recipe = (settings.first_bucket_mib, settings.bucket_mib), job.precision.resolved
-    return GradientStorage.of_stage(
+    return GradientStorage.for_stage(
         sharding.zero,
         recipe,
         shards=sharding.shards,

@@ -1,4 +1,4 @@
-"""The `[communication]` section: overlap, buckets, algorithms and compression, and what they are for a layout."""
+"""The `[communication]` section: overlap, buckets, algorithms and compression, and their values for a layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ BACKEND, AUTO = "backend", "auto"
 
 
 class CommunicationSettings(FrozenSettings):
-    """How ranks exchange gradients and parameters."""
+    """The exchange of gradients and parameters between ranks."""
 
     overlap: Literal["forward", "backward", "none"] = "backward"
-    """What communication overlaps: `backward` sends each bucket of gradients once it is complete; `forward` also
+    """Computation to overlap: `backward` sends each bucket of gradients once it is complete; `forward` also
     gathers during the next forward, in which each module waits for the parameters that it uses; or `none`."""
     bucket_mib: Mebibytes = 25.0
     """Size of a bucket of gradients, in MiB; a larger parameter has a bucket to itself."""
@@ -37,9 +37,9 @@ class CommunicationSettings(FrozenSettings):
     of the next. One piece is communicated before the matmul or after it; weight gradients are computed during the sum
     of input gradients with any number."""
     slice_activations: bool | None = None
-    """Pipelines with tensor parallelism: of an activation that all ranks of `tp` have, each sends its slice to the next
-    stage, whose ranks gather the slices. When not given, they do so where stages are on several hosts, and the ranks of
-    `tp` on one."""
+    """Pipelines with tensor parallelism: each rank of `tp` sends its slice of an activation that all of them have, and
+    the ranks of the next stage gather the slices. When not given, they do so where stages are on several hosts, and the
+    ranks of `tp` on one."""
     all_reduce: str = BACKEND
     """`backend` leaves the choice to the backend; a name of `motet collectives list all-reduce` is executed; `auto`
     executes the cheapest on `cluster` for each size."""
@@ -49,18 +49,18 @@ class CommunicationSettings(FrozenSettings):
     """The same for all-gather."""
     cluster: str | None = None
     """The network that `auto` optimises for, and that says which ranks share a host: a TOML file, or a preset such as
-    `dgx-h100`. With `layout.tp` it predicts what splitting layers over several hosts costs."""
+    `dgx-h100`. With `layout.tp` it predicts the cost of splitting layers over several hosts."""
     compress_gradients: str | None = None
     """A codec for sums of gradients, such as `int8` or `topk:keep=0.01`; uncompressed when not given."""
     compress_parameters: str | None = None
     """Stages 1 to 3: `int8`, `int4`, `float8` or `sign`, for gathering parameters; uncompressed when not given."""
     compress_over: Literal["all", "shards", "replicas"] = "all"
-    """Which sums are compressed: those over the shard group, those over replicas, or both."""
+    """Sums to compress: over the shard group, over replicas, or both."""
     compress_after: Annotated[int, Field(ge=0)] = 0
     """Number of first steps whose gradients are sent uncompressed."""
     error_feedback: bool | None = None
-    """Add what compression lost of a gradient to the next step's. On when not given, except over the shard group of
-    stage 3, where no error is kept."""
+    """Add the part of a gradient that compression lost to the next step's. On when not given, except over the shard
+    group of stage 3, where no error is kept."""
 
     def algorithm(self, collective: str) -> str:
         """The setting of a collective such as `all-reduce`."""
@@ -80,7 +80,7 @@ def communication_cluster(source: str, ranks: int) -> Cluster:
 class CommunicationGroups:
     """The ranks of each reduction and gather of a step."""
 
-    shard_groups: RankGroups  # Of reduce-scatters and gathers; a rank's position is the index of its shard
+    shard_groups: RankGroups  # Groups of reduce-scatters and gathers; a rank's position is the index of its shard
     replica_groups: RankGroups  # Ranks with the same shard, which all-reduce its sum
     secondary_shard_groups: RankGroups = ()  # Parts of shard groups that hold a secondary copy
     secondary_replica_groups: RankGroups = ()  # Ranks of a shard group that hold the same secondary shard
@@ -181,7 +181,7 @@ def _check_cluster(settings: CommunicationSettings, sharding: DataParallelShardi
         automatic = next((field for field, name in algorithms.items() if name == AUTO), None)
         check_input(
             automatic is None,
-            f"communication.{automatic} = 'auto' takes what is cheapest on a network that is not given; set "
+            f"communication.{automatic} = 'auto' takes the cheapest algorithm of a network that is not given; set "
             "communication.cluster to a TOML file or a preset such as dgx-h100, or leave it to the backend",
         )
         return

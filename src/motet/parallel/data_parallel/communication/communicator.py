@@ -35,7 +35,7 @@ class DataParallelCommunicator:
     def __init__(
         self, mesh: ShardReplicaMesh, plan: SyncGroupPlan, settings: CommunicationSettings, *, dtype: str
     ) -> None:
-        """`dtype` is that in which gradients are reduced."""
+        """Gradients are reduced in `dtype`."""
         sharding, units, device = plan.group.sharding, plan.units, mesh.shard_group.device
         self.mesh, self._settings, self._units = mesh, settings, units
         self._owners = sharding.bucket_owners
@@ -49,7 +49,7 @@ class DataParallelCommunicator:
         )
         uses_tree = any(action.kind.startswith("tree_") for action in actions)
         self._tree_reducer = ReproducibleTreeReducer(mesh, sharding) if uses_tree else None
-        self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
+        self._steps_begun = torch.zeros((), dtype=torch.int64)  # Steps since the start of the run
         self._microbatch, self._local_steps = 0, 0  # Steps begun by this process
         # Compressed reductions run on a separate thread, or on a separate stream on CUDA, in parallel with backward.
         uses_stream = self._keeps_compression_state and device.type == "cuda"
@@ -203,7 +203,7 @@ def _compressed_reducer(
 def _two_level_reduce_scatter(
     shard: Tensor, unsharded: Tensor, codec: BlockwiseCodec, *, intra: RankGroup, inter: RankGroup, seed: int
 ) -> None:
-    """Reduce inside the host first, so that each host sends one message to another where each rank sent one before."""
+    """Reduce inside the host first, so that a host sends another host one message instead of one per rank."""
     by_rank = unsharded.view(inter.world, intra.world, -1).transpose(0, 1)
     sums, _ = compressed_collectives.reduce_scatter(by_rank, codec, intra, derive_seed(seed, "near"))
     shard.copy_(compressed_collectives.reduce_scatter(sums, codec, inter, derive_seed(seed, "far"))[0])
@@ -277,7 +277,7 @@ class CompressedGradientReducer:
         shard.copy_(unsharded.view(self.group.world, -1)[self.group.rank])
 
     def state(self) -> dict[str, Tensor]:
-        """State of the next reductions; its names are those of these specs and this number of ranks alone."""
+        """State of the next reductions; its names are specific to these specs and this number of ranks."""
         kinds = {"errors": self.errors, "bases": self.bases}
         return {f"{kind}-{self._digest:08x}": tensor for kind, tensor in kinds.items() if tensor.numel()}
 
@@ -293,7 +293,7 @@ class CompressedGradientReducer:
         return torch.cat([r.total.reshape(-1) for r in results]), torch.cat([r.error.reshape(-1) for r in results])
 
     def _add_error(self, bucket_id: int, tensor: Tensor) -> tuple[Tensor, Tensor | float]:
-        """(the tensor with the error of the step before, in its dtype; what the rounding to this dtype loses)."""
+        """(the tensor with the error of the step before, in its dtype; the loss of the rounding to this dtype)."""
         assert tensor.numel() == self._specs[bucket_id].numel
         if not self.errors.numel():
             return tensor, 0.0

@@ -49,7 +49,7 @@ class StepReductionSpecs(NamedTuple):
 
 
 def row_shard_reduction_spec(shapes: Sequence[Shape], shards: int) -> ReductionBufferSpec:
-    """A shard of a unit at stage 3: of each parameter it has as many rows as the first shard has."""
+    """A shard of a unit at stage 3: it has as many rows of each parameter as the first shard."""
     matrices, offset = [], 0
     for shape in shapes:
         rows, columns = ceil(shape[0] / shards), prod(shape[1:])

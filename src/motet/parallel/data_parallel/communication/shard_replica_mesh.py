@@ -11,7 +11,7 @@ from motet.parallel.process.process_group import RankGroup, new_process_group
 class ShardReplicaMesh:
     """The groups of one rank: rank = replica x shards + shard, so neighbouring ranks share a copy of the model."""
 
-    shard_group: RankGroup  # Ranks that together hold one copy of what is sharded
+    shard_group: RankGroup  # Ranks that together hold one copy of the sharded state
     replica_group: RankGroup  # Ranks that hold the same shard
     secondary_shard_group: RankGroup | None = None  # Ranks that hold a secondary copy between forward and backward
     secondary_replica_group: RankGroup | None = None  # Ranks of the shard group that hold the same secondary shard
@@ -45,7 +45,7 @@ def make_meshes(group: RankGroup, sum_groups: RankGroups, comm_groups: Communica
 def join_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup | None:
     """This rank's subgroup, if it is in one. Every rank of the group calls this, and makes one process group at most.
 
-    So the calls of a rank are as many as the dimensions along which ranks communicate, however many ranks there are.
+    So a rank makes as many calls as there are dimensions along which ranks communicate, whatever the number of ranks.
     """
     if rank_groups == (tuple(range(group.world)),):
         return group

@@ -15,8 +15,8 @@ from motet.parallel.parameter_server.protocol.messages import (
 )
 from motet.parallel.parameter_server.protocol.state_machines import CoordinatorStateMachine
 
-REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
-RECONNECT_GRACE_S = 3.0  # After a connection was closed, as a process does that ends
+REFETCH_INTERVAL_S = 0.05  # Wait before the coordinator asks again a server that has not applied the last update
+RECONNECT_GRACE_S = 3.0  # Wait after a connection was closed, perhaps by a process that ends
 
 
 @dataclass
@@ -30,12 +30,12 @@ class CoordinatorProcess:
     eviction_timeout_s: float = field(kw_only=True)
     # Raises a `BadMessageError` for a slice state that a server has sent.
     check_slice_state: Callable[[int, bytearray], object] = lambda slice_id, content: None
-    log_membership: Callable[[str], None] = lambda text: None  # Of processes that join, leave or are replaced
+    log_membership: Callable[[str], None] = lambda text: None  # Called when a process joins, leaves or is replaced
     traffic_reports: dict[str, messages.ServerTrafficReport] = field(default_factory=dict)
     _addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
     # (since when, seconds until the process is evicted, if others can replace it).
     _disconnected: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # By server that replaces another; True: with the stored tensors, for its snapshot has none.
+    # By replacing server: the start of its slices; True: with the stored tensors, which its snapshot does not have.
     _initial_states: dict[str, list[tuple[messages.SliceStartVersion, bool]]] = field(default_factory=dict)
     _fetched_states: dict[int, bytearray] = field(default_factory=dict)
     _pending_fetches: set[int] = field(default_factory=set)
@@ -71,7 +71,7 @@ class CoordinatorProcess:
         self.transport.send_all(self.state_machine.extend_to_step(step_limit, ends_at_step_limit))
 
     def close(self, expected_processes: Collection[str]) -> None:
-        """Tell all processes that the run has ended, and wait until they have left. Nothing is logged any more."""
+        """Tell all processes that the run has ended, and wait until they have left. Nothing is logged after that."""
         machine, transport = self.state_machine, self.transport
         expected, lost = set(expected_processes), machine.lost_processes
         self.log_membership = lambda text: None
@@ -131,7 +131,7 @@ class CoordinatorProcess:
         return []
 
     def _check(self, event: TransportEvent) -> None:
-        """Raise a `BadMessageError` for a message that contradicts what the coordinator knows."""
+        """Raise a `BadMessageError` for a message that contradicts the coordinator's state."""
         match event.message:
             case messages.WorkItemCompleted(_, work_item, _, report):
                 machine, version = self.state_machine, report.oldest_version
@@ -165,7 +165,7 @@ class CoordinatorProcess:
                 del self._disconnected[name]
                 self._evict(name)
             elif disconnected_s > self.timeout_s:
-                raise PeerFailedError(f"server {name} is gone for {self.timeout_s:g} s, and no other has its slices")
+                raise PeerFailedError(f"server {name} has been gone for {self.timeout_s:g} s; no other has its slices")
 
     def _evict(self, name: str) -> None:
         servers, workers = self.state_machine.servers, self.state_machine.workers

@@ -1,4 +1,4 @@
-"""A server's event loop: handles messages with the state machine, and executes what that decides on tensors.
+"""A server's event loop: handles messages with the state machine, and executes its decisions on tensors.
 
 The tensors of a server: master parameters and moments of its slices, pushed gradients, and published parameters.
 
@@ -67,7 +67,7 @@ def message_seed(seed: int, slice_id: int, sequence_number: int) -> int:
 
 
 class PushPullCompressor:
-    """Compresses what one process sends: gradients of a worker, or parameters of a server."""
+    """Compresses the messages of one process: gradients of a worker, or parameters of a server."""
 
     def __init__(self, codec: Codec, compression: PushPullCompression) -> None:
         self._codec, self._compression = codec, compression
@@ -76,7 +76,7 @@ class PushPullCompressor:
     def compress(self, slice_id: int, sequence_number: int, tensor: Tensor) -> Tensor:
         """The message about a slice. The receiver knows the sequence number, which seeds random codecs.
 
-        A message that is not finite leaves the error as it was, since no server applies such an update.
+        A message that is not finite leaves the error unchanged, since no server applies such an update.
         """
         seed = message_seed(self._compression.seed, slice_id, sequence_number)
         with codec_numerics():
@@ -107,7 +107,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class ParameterSlicingPlan:
-    """How the parameters are cut and updated; the same in all processes."""
+    """The cut and the update of the parameters; the same in all processes."""
 
     buckets: tuple[Bucket, ...]
     slices: tuple[ParameterSlice, ...]
@@ -118,7 +118,7 @@ class ParameterSlicingPlan:
 
     @cached_property
     def payload_sizes(self) -> PayloadSizes:
-        """The bytes of what processes send about each slice."""
+        """The bytes of the messages about each slice."""
         pushes, pulls = (
             tuple(codec.wire_bytes([s.numel], dtype) if codec else s.numel * DTYPE_BYTES[dtype] for s in self.slices)
             for codec, dtype in (
@@ -142,12 +142,12 @@ class _ParameterSliceTensors:
     master: Tensor
     optimizer: torch.optim.Optimizer
     optimizer_slices: list[tuple[slice, nn.Parameter]]  # (range in the slice, view of the master parameters)
-    published_value: Tensor  # What workers pull: parameters, or a compressed message
+    published_value: Tensor  # Value that workers pull: parameters, or a compressed message
     pushes: dict[int, bytearray] = field(default_factory=dict)  # By work item, as received
     # For delay compensation: the master parameters of each worker's last pull, until its gradient is applied.
     pulled_by_worker: dict[str, Tensor] = field(default_factory=dict)
     pulled_for_item: dict[int, Tensor] = field(default_factory=dict)
-    gradient_sum: tuple[tuple[int, ...], Tensor] | None = None  # Of these work items
+    gradient_sum: tuple[tuple[int, ...], Tensor] | None = None  # (work items, sum of their gradients)
 
 
 class ParameterStore:
@@ -269,7 +269,7 @@ class ParameterStore:
         """Refuse a state of other tensors: a copy would broadcast them."""
         check_input(
             slice_id in range(len(self.partition.slices)) and "master" in state,
-            f"slice {slice_id} is none of the {len(self.partition.slices)} of this run, or its state has no master "
+            f"slice {slice_id} is not one of the {len(self.partition.slices)} of this run, or its state has no master "
             "parameters; start the run again with --resume",
         )
         tensors = self._tensors_of(slice_id)
@@ -304,7 +304,7 @@ class ParameterStore:
 
 
 def serialize_tensors(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The tensors as safetensors: a header of JSON and plain bytes, of which nothing can execute."""
+    """The tensors as safetensors: a header of JSON and plain bytes, which contain no code."""
     return memoryview(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
@@ -395,8 +395,8 @@ class ServerSnapshots:
 
 
 TRAFFIC_REPORT_INTERVAL_S = 0.05
-MAX_PENDING_WORK_ITEMS = 4096  # Of each slice
-MAX_WAITING_PULLS = 64  # Of each slice and worker, which pulls a slice again with each assignment
+MAX_PENDING_WORK_ITEMS = 4096  # Limit for each slice
+MAX_WAITING_PULLS = 64  # Limit for each slice and worker, which pulls a slice again with each assignment
 
 
 @dataclass
@@ -406,7 +406,7 @@ class ParameterServerProcess:
     state_machine: ServerStateMachine
     store: ParameterStore
     transport: TcpTransport
-    timeout_s: float = field(kw_only=True)  # Without a coordinator
+    timeout_s: float = field(kw_only=True)  # Longest time without a coordinator
     snapshots: ServerSnapshots | None = None
     has_ended: bool = False
     _takeover_offer: messages.ServerTakeoverOffer | None = None
@@ -468,7 +468,7 @@ class ParameterServerProcess:
         return state_machine.handle(message)
 
     def _check(self, message: Message, payload: bytearray) -> None:
-        """Raise a `BadMessageError` for a message that contradicts what the server knows, or that fills its memory."""
+        """Raise a `BadMessageError` for a message that contradicts the server's state, or fills its memory."""
         slice_states = self.state_machine.slice_states
         match message:
             case messages.ParameterStateRequest(slice_id) if slice_id not in slice_states:

@@ -1,8 +1,9 @@
 """TCP connections between the named processes of a parameter server.
 Both sides of a connection prove first that they know the token of the run. A message that its sender may not send
 closes the connection with a line in the log, and the run goes on.
-Long payloads are sent in frames, so that urgent messages overtake them. Whoever made a connection makes it again when
-it is lost. Messages in flight are lost then; both sides get an event, and send again what the other may have missed."""
+Long payloads are sent in frames, so that urgent messages overtake them. The side that made a connection makes it again
+when it is lost. Messages in flight are lost then; both sides get an event, and repeat messages that the other may have
+missed."""
 
 import contextlib
 import heapq
@@ -46,12 +47,12 @@ from motet.parallel.parameter_server.protocol.messages import (
 
 HEARTBEAT_FRAME = 2
 HANDSHAKE_PURPOSE = "parameter server"
-EVENT_BYTES = 1024  # What an event takes in memory, in addition to its payload
+EVENT_BYTES = 1024  # Memory of an event, in addition to its payload
 HEARTBEATS_PER_TIMEOUT = 4
 RECONNECT_INTERVAL_S = 0.2
-HANDSHAKES_PER_START = 10  # Tries that the time of a start-up is enough for; a busy machine starves each for long
+HANDSHAKES_PER_START = 10  # Tries that fit into the time of a start-up; a busy machine starves each for long
 CONNECT_TIMEOUT_S = 3.0  # Then motet tries again: the kernel's retries become ever less frequent
-POLL_INTERVAL_S = 0.5  # How often a process that waits for events looks whether it should end
+POLL_INTERVAL_S = 0.5  # A process that waits for events checks this often whether it should end
 TCP_NOTSENT_LOWAT = 25  # Linux: bytes that may wait in the kernel, where nothing can overtake them
 
 
@@ -66,11 +67,11 @@ class TransportEvent(NamedTuple):
     message: Message | None
     payload: bytearray = bytearray()
     is_connected: bool = True
-    has_timed_out: bool = False  # Otherwise the other side closed the connection, as a process does that ends
+    has_timed_out: bool = False  # Otherwise the other side closed the connection, as an ending process does
 
 
 @dataclass
-class PeerTraffic:  # With the headers of frames
+class PeerTraffic:  # Counts include the headers of frames
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -80,7 +81,7 @@ class PublicFields(NamedTuple):
 
     name: str
     entries: dict[str, str]
-    instance_id: str  # Another one for each process, also if a name is used again
+    instance_id: str  # Differs for each process, also if a name is used again
 
 
 _PUBLIC_FIELDS = TypeAdapter(PublicFields)
@@ -120,7 +121,7 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._connections: dict[str, _TcpConnection] = {}
         self.peer_addresses: dict[str, tuple[str, int]] = {}  # Peers to stay connected to
-        self._listed_peers: set[str] = set()  # Of the last address book
+        self._listed_peers: set[str] = set()  # Names in the last address book
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._listener: AuthenticatedListener | None = None
@@ -185,7 +186,7 @@ class TcpTransport:
             return list(self._connections)
 
     def next_event(self, timeout_s: float = POLL_INTERVAL_S) -> TransportEvent | None:
-        """The next event, or None if there is none in time."""
+        """The next event, or None if none arrives in time."""
         with contextlib.suppress(queue.Empty):
             event = self.inbox.get(timeout=timeout_s)
             if event.message is not None:
@@ -196,7 +197,7 @@ class TcpTransport:
         return None
 
     def refuse(self, peer: str, reason: object) -> None:
-        """Close the connection to a peer that has sent what it may not send. It can connect again."""
+        """Close the connection to a peer that has sent a forbidden message. It can connect again."""
         self._log_refusal(peer, reason)
         if connection := self._connections.get(peer):
             connection.close()
@@ -342,7 +343,7 @@ class _TcpConnection:
     heartbeat_interval_s: float
     traffic: PeerTraffic
     queued_bytes: int = 0
-    has_timed_out: bool = False  # The other side does not receive any more
+    has_timed_out: bool = False  # The other side has stopped receiving
     _send_heap: list[tuple[int, int, deque[MessageFrame]]] = field(default_factory=list)
     _message_ids: "itertools.count[int]" = field(default_factory=itertools.count)
     _changed: threading.Condition = field(default_factory=threading.Condition)

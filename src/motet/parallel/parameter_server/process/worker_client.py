@@ -30,7 +30,7 @@ class ParameterServerClient:
     flat_parameters: FlatParameters
     transport: TcpTransport = field(kw_only=True)
     timeout_s: float = field(kw_only=True)
-    connect_timeout_s: float = field(kw_only=True)  # While nobody listens at the coordinator's address
+    connect_timeout_s: float = field(kw_only=True)  # Limit while nobody listens at the coordinator's address
     sibling_errors: list[BaseException] = field(default_factory=list)  # Errors of other threads of this process
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _arrived_buckets: set[int] = field(default_factory=set)
@@ -38,7 +38,7 @@ class ParameterServerClient:
     _is_closed: bool = False
     _current_assignment_id: int = 0
     _error: BaseException | None = None
-    _encoded_pushes: dict[int, Tensor] = field(default_factory=dict)  # Of the current assignment, by slice
+    _encoded_pushes: dict[int, Tensor] = field(default_factory=dict)  # Pushes of the current assignment, by slice
 
     def __post_init__(self) -> None:
         codec = self.partition.compression.push_codec
@@ -64,7 +64,7 @@ class ParameterServerClient:
         with self._changed:
             is_over = self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, limit_s)
             if not is_over and COORDINATOR in self.transport.reached_peers and not self.transport.refusals:
-                wait_s, limit_s = self.timeout_s - limit_s, self.timeout_s  # It has no time yet
+                wait_s, limit_s = self.timeout_s - limit_s, self.timeout_s  # It listens, but was too busy
                 self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, wait_s)
         if COORDINATOR not in self.transport.peer_handshakes and self._error is None:
             host, port = self.transport.peer_addresses[COORDINATOR]

@@ -1,6 +1,7 @@
-"""Which messages a process admits from whom, and the limits of their fields and payloads.
-The role of a process is a part of its name, which its handshake has proven; `MESSAGE_ROUTES` is the only table of what
-each role may send. A message that is not admitted closes the connection, before any memory is taken for its payload."""
+"""The messages that a process admits from each role, and the limits of their fields and payloads.
+The role of a process is a part of its name, which its handshake has proven; `MESSAGE_ROUTES` is the only table of
+the messages that each role may send. A message that is not admitted closes the connection, before any memory is taken
+for its payload."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -13,11 +14,11 @@ from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, BadMessageError, Message
 
 MAX_NAME_CHARACTERS, MAX_HOST_CHARACTERS = 300, 255
-MAX_COUNT = 2**53  # Of updates, work items and bytes: whole numbers up to here are exact in float64
-MAX_SUM = 1e15  # Of tokens in a work item
+MAX_COUNT = 2**53  # Limit of updates, work items and bytes: whole numbers up to here are exact in float64
+MAX_SUM = 1e15  # Limit of sums, such as the tokens of a work item
 MAX_PRIORITY = 2**31
 STATE_BYTES_PER_ELEMENT, STATE_HEADER_BYTES = 64, 2**16  # Master parameters, moments, the last pull and its error
-PUSH_HEADER_BYTES = 256  # Of a push within a slice state
+PUSH_HEADER_BYTES = 256  # Header of a push within a slice state
 MAX_TEXT_BYTES, TEXT_BYTES_PER_SLICE = 2**20, 2**10
 MAX_OPEN_MESSAGES = 64  # In addition to one for each slice: each may be interrupted by a more urgent one
 MAX_UNREAD_BYTES = 2**26  # In addition to all slices: a process stops receiving while as much waits to be handled
@@ -42,11 +43,11 @@ def role_of_process(name: str) -> ProcessRole:
     for role, pattern in _ROLE_PATTERNS.items():
         if len(name) <= MAX_NAME_CHARACTERS and pattern.fullmatch(name):
             return role
-    raise BadMessageError(f"{name[:60]!r} is no name of a process")
+    raise BadMessageError(f"{name[:60]!r} is not the name of a process")
 
 
 class PayloadKind(Enum):
-    """The payload of a message, and how many bytes it has."""
+    """The payload of a message, and its number of bytes."""
 
     NONE = "nothing"
     PUSH = "the gradient of the slice, exactly"
@@ -136,7 +137,7 @@ class MessageAdmission:
             case "worker" | "server":
                 return bool(value == self.peer)  # the sender
             case "name":
-                return bool(value == self.own_name)  # of the process that is evicted
+                return bool(value == self.own_name)  # the evicted process
             case "slice_id":
                 return bool(0 <= value < len(self.sizes.pushes))
             case "replicas":
@@ -183,7 +184,7 @@ def _are_decided(decided: messages.DecidedWorkItems) -> bool:
 
 
 def _is_report(report: messages.WorkItemReport) -> bool:
-    """Losses and norms may be no number, or infinite: such an update is skipped."""
+    """Losses and norms may be NaN or infinite: such an update is skipped."""
     sums = (report.targets, report.tokens, report.oldest_version)
     return all(isfinite(value) and _is_sum(value) for value in sums) and not report.squared_norm < 0
 

@@ -45,7 +45,7 @@ NO_MORE_WORK = -1  # The work item of the last assignment
 
 
 class ConsistencyPolicy(NamedTuple):
-    """Which work items make an update, and how old the parameters of a work item may be."""
+    """The work items of an update, and the largest age of a work item's parameters."""
 
     work_items_per_step: int
     steps: int
@@ -65,7 +65,7 @@ class ConsistencyPolicy(NamedTuple):
         return work_item // self.work_items_per_step
 
     def required_work_items(self, work_item: int) -> int:
-        """How many work items of the run the parameters of this one must have, counted from the first."""
+        """The number of work items, from the first of the run, that the parameters of this one must have."""
         if self.max_staleness is None:
             return 0
         return max(0, self.step_of(work_item) - self.max_staleness) * self.work_items_per_step
@@ -75,12 +75,12 @@ class WorkItemReport(NamedTuple):  # Sums over the rows of a work item
     loss_sum: float = 0.0
     targets: float = 0.0
     tokens: float = 0.0
-    squared_norm: float = 0.0  # Of its gradient, if the work item makes an update; else 0
-    oldest_version: float = 0.0  # Of its parameters
+    squared_norm: float = 0.0  # Squared norm of its gradient, if the work item makes an update; else 0
+    oldest_version: float = 0.0  # Oldest version among its parameters
 
 
 class UpdateScalars(NamedTuple):
-    """How servers apply an update; one that is not finite is skipped."""
+    """Scalars with which servers apply an update; one that is not finite is skipped."""
 
     learning_rate: float = 0.0
     gradient_factor: float = 0.0
@@ -121,7 +121,7 @@ class EvictionNotice(NamedTuple):
 class WorkItemCompleted(NamedTuple):
     worker: str
     work_item: int
-    epoch: int  # Of the placement in which all pushes were acknowledged
+    epoch: int  # Epoch of the placement in which all pushes were acknowledged
     report: WorkItemReport = WorkItemReport()
 
 
@@ -179,7 +179,7 @@ class DecidedWorkItems(NamedTuple):
         return DecidedWorkItems(floor, frozenset(item for item in {*self.above_floor, *work_items} if item >= floor))
 
 
-class ParameterStateTransfer(NamedTuple):  # To the new second server of a slice
+class ParameterStateTransfer(NamedTuple):  # Sent to the new second server of a slice
     slice_id: int
     version: int
     decided: DecidedWorkItems
@@ -196,7 +196,7 @@ class ServerTakeoverOffer(NamedTuple):
 
 class DecisionReplayRequest(NamedTuple):
     server: str
-    from_update: int  # The first whose decision the server may have missed
+    from_update: int  # The first update whose decision the server may have missed
 
 
 class SliceStartVersion(NamedTuple):
@@ -265,7 +265,7 @@ class ProcessLost(NamedTuple):
 
 
 class ParametersReady(NamedTuple):
-    assignment: WorkAssignment  # Whose parameters have all arrived
+    assignment: WorkAssignment  # Assignment whose parameters have all arrived
 
 
 class GradientsReady(NamedTuple):
@@ -300,7 +300,7 @@ class ParameterSlice:
     """The part of a bucket that one message pushes or pulls."""
 
     bucket_id: int
-    flat_range: slice  # In the flat tensors
+    flat_range: slice  # Range in the flat tensors
     server_index: int
 
     @property
@@ -328,9 +328,9 @@ def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: i
             server_index = min(range(server_count), key=load.__getitem__)
             slices.append(ParameterSlice(bucket_id, flat_range, server_index))
             load[server_index] += slices[-1].numel
-    problem = f"layout.server.count = {server_count} is more than the slices that parameters are cut into"
+    problem = f"layout.server.count = {server_count} is more than the slices of the parameters, {len(slices)}"
     remedy = "take fewer servers, or smaller slices (layout.server.slice_mib)"
-    check_input(server_count <= len(slices), f"{problem}, {len(slices)}; {remedy}")
+    check_input(server_count <= len(slices), f"{problem}; {remedy}")
     return tuple(slices)
 
 
@@ -342,11 +342,11 @@ def initial_placement(slices: Sequence[ParameterSlice], server_count: int, copie
 
 FRAME_HEADER = struct.Struct("!IBI")
 MESSAGE_FRAME, PAYLOAD_FRAME = 0, 1
-MAX_FRAME_BYTES = 128 * 1024  # The most that an urgent message waits for
+MAX_FRAME_BYTES = 128 * 1024  # Most bytes that an urgent message waits for
 
 
 class BadMessageError(PeerFailedError):
-    """A peer has sent what it may not send. Its connection is closed, and the run goes on."""
+    """A peer has sent a forbidden message. Its connection is closed, and the run goes on."""
 
 
 # Type -> the message and the bytes of its payload.

@@ -2,9 +2,9 @@
 
 The coordinator of a parameter server: hands out work items, and decides which of them make the next update.
 
-The state of a server: which pushes each slice has, which updates were applied, and which pulls wait for one.
+The state of a server: the pushes that each slice has, the applied updates, and the pulls that wait for one.
 
-The state of a worker: what it has pulled for its work item, and which of its pushes are acknowledged.
+The state of a worker: the slices that it has pulled for its work item, and its acknowledged pushes.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -40,7 +40,7 @@ class CoordinatorStateMachine:
     assignment_count: int = 0
     current_assignments: dict[str, messages.WorkAssignment] = field(default_factory=dict)  # By worker
     idle_workers: list[str] = field(default_factory=list)
-    next_work_item: int = 0  # The first that was never assigned
+    next_work_item: int = 0  # The first work item that was never assigned
     orphaned_work_items: set[int] = field(default_factory=set)  # Assigned to workers that were lost
     # Pushed, and in no update yet: their reports, in the order of arrival.
     completed_reports: dict[int, messages.WorkItemReport] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class CoordinatorStateMachine:
     # The work items of the next update, while servers compute the norm of its gradient.
     next_update_items: tuple[int, ...] | None = None
     step_limit: int | None = None  # Later steps wait until this is raised; None: no limit
-    ends_at_step_limit: bool = True  # Idle workers then hear that there is no more work
+    ends_at_step_limit: bool = True  # Idle workers then get the message that no work is left
     norm_attempt: int = 0
     squared_norms: dict[int, float] = field(default_factory=dict)
 
@@ -140,7 +140,7 @@ class CoordinatorStateMachine:
             self.orphaned_work_items.discard(work_item)
 
     def _pop_work_item(self, worker: str) -> int | None:
-        """The work item to assign; None if there is none, or only one too far ahead, or one that would be dropped."""
+        """The work item to assign; None if none is left, or the next is too far ahead, or would be dropped."""
         if self._is_at_step_limit:
             return NO_MORE_WORK if self.ends_at_step_limit else None
         work_item = min(self.orphaned_work_items, default=self.next_work_item)

@@ -10,12 +10,12 @@ from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 
-TOLERANCE = 1e-9  # Of a cost: costs that differ by less are equal
+TOLERANCE = 1e-9  # Relative difference below which costs are equal
 BYTES_OF_PARAMETER = 16  # A float32 parameter, its gradient and two moments
 
 
 class BlockCosts(NamedTuple):
-    """Costs of each block. What a model computes before its first block or after a block is part of that block."""
+    """Costs of each block. The computation before the first block or after a block is part of that block."""
 
     times: tuple[float, ...]
     memory: tuple[float, ...] = ()
@@ -25,8 +25,8 @@ class BlockCosts(NamedTuple):
 def balance_stages(costs: BlockCosts, stages: int) -> tuple[range, ...]:
     """Stages of at least one block whose largest time is the least possible.
 
-    Of several the one with the least largest memory is taken, and of those the one with the most even times. With more
-    stages than blocks, the last stages are empty.
+    Among several, those with the least largest memory are taken, and among these the one with the most even times. With
+    more stages than blocks, the last stages are empty.
     """
     count = len(costs.times)
     if stages > count:
@@ -60,9 +60,10 @@ def _best_cut(
 ) -> tuple[range, ...]:
     """The cut of blocks into stages with the least joint cost; of several the one with the longest last stages.
 
-    A longer stage costs no less, and a joint cost is no less than that of a stage: longer ones are not tried then.
+    A longer stage costs at least as much, and a joint cost is at least that of each stage, so the search ends at stages
+    that cost more than the least joint cost.
     """
-    best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # Of the first blocks, by their number
+    best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # Cuts of the first blocks, by their number
     for stage in range(stages):
         after: dict[int, tuple[float, tuple[range, ...]]] = {}
         for stop in range(stage + 1, count - (stages - stage - 1) + 1):

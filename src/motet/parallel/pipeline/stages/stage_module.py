@@ -2,9 +2,10 @@
 
 A stage runs the whole forward. Blocks before the stage are skipped: they return tensors of NaN. At the first block of
 the stage, received tensors replace the arguments that are wires. At the first block after it the forward ends: the
-arguments there are what the stage sends. What a stage computes from the batch itself, such as masks, never travels.
+arguments there are the tensors that the stage sends. Tensors that a stage computes from the batch, such as masks, are
+never sent.
 
-The forms of what blocks return and of tensors between them, from calls of blocks in several forwards.
+The forms of blocks' outputs and of tensors between blocks, from calls of blocks in several forwards.
 
 A block that is skipped or passed by returns something of the form of its output.
 """
@@ -76,13 +77,13 @@ def _describe_size(
 
 
 def describe_output(outputs: Sequence[Any], arguments: Sequence[Arguments]) -> BlockOutput:
-    """The form of what a block returns in several forwards, in which it had these arguments."""
+    """The form of a block's outputs in several forwards, in which it had these arguments."""
     first, items = outputs[0], items_of(outputs[0])
     if isinstance(first, Tensor):
         return _describe_tensor(outputs, arguments)
     if items or type(first) in PLAIN_CONTAINERS:
-        of_each = [items_of(output) for output in outputs]
-        described = ((key, describe_output([inner[key] for inner in of_each], arguments)) for key in items)
+        items_by_run = [items_of(output) for output in outputs]
+        described = ((key, describe_output([inner[key] for inner in items_by_run], arguments)) for key in items)
         name = f"{type(first).__module__}:{type(first).__qualname__}"
         return BlockOutput(container=PLAIN_CONTAINERS.get(type(first), name), items=tuple(described))
     if isinstance(first, bool | int | float | str):
@@ -108,7 +109,7 @@ def _describe_tensor(outputs: Sequence[Tensor], arguments: Sequence[Arguments]) 
 
 
 def output_of_form(form: BlockOutput, arguments: Arguments, make: Callable[[BlockOutput, Any], Any]) -> Any:
-    """A block's output of this form; `make` returns what stands in place of an argument."""
+    """A block's output of this form; `make` returns the value in place of an argument."""
     if form.container:
         return _make_container(form.container, {k: output_of_form(item, arguments, make) for k, item in form.items})
     return make(form, value_at(arguments, form.argument)) if form.argument else form.value
@@ -137,7 +138,7 @@ class StageRun:
 
     stage: int
     blocks: range
-    wires: Sequence[StageWire]  # Into the stage
+    wires: Sequence[StageWire]  # Wires into the stage
     received: Sequence[Tensor]
     wires_out: Sequence[StageWire]
     sent: list[Any] = field(default_factory=list)
@@ -148,12 +149,12 @@ class StageRun:
 
     @cached_property
     def untouched_blocks(self) -> range:
-        """Blocks of the stage whose arguments are what the forward passes."""
+        """Blocks of the stage that keep the arguments of the forward."""
         is_passed_on = any(wire.is_constant for wire in self.wires)
         return range(0) if is_passed_on else range(self.blocks.start + bool(self.wires), self.blocks.stop)
 
     def replace_arguments(self, block_id: int, arguments: Arguments) -> Arguments:
-        """The arguments of a block with received tensors, wherever the forward passes what those stand for.
+        """The arguments of a block with received tensors, wherever the forward passes the tensors that those replace.
 
         In recomputation the arguments may be other objects, so the paths of the forward count.
         """
@@ -173,8 +174,8 @@ class StageRun:
             )
             check_input(
                 not is_hidden,
-                f"layout.pp: block {block_id} runs without gradients of what its stage receives, as in a reentrant "
-                "checkpoint; recompute blocks with use_reentrant=False",
+                f"layout.pp: block {block_id} runs without gradients of its stage's received tensors, as in a "
+                "reentrant checkpoint; recompute blocks with use_reentrant=False",
             )
             passed = ((path, self.originals.get(id(tensor))) for path, tensor in tensors_by_path(arguments))
             self.replaced[block_id] = {path: pair[1] for path, pair in passed if pair} | by_wire
@@ -182,7 +183,7 @@ class StageRun:
         return after
 
     def skip(self, output: BlockOutput, arguments: Arguments) -> Any:
-        """Something of the form of a block's output."""
+        """A value of the form of a block's output."""
         return output_of_form(output, arguments, partial(self._blank_like, arguments))
 
     def _blank_like(self, arguments: Arguments, output: BlockOutput, like: Any) -> Any:
@@ -202,7 +203,7 @@ def _size_at(arguments: Arguments, path: Path) -> int:
 
 
 class PipelineStages:
-    """The stages of a module, of which one at a time runs. Outside of `run` the module is what it was."""
+    """The stages of a module, one of which runs at a time. Outside of `run` the module is unchanged."""
 
     def __init__(self, module: nn.Module, sharding: ModelSharding) -> None:
         self._sharding = sharding
@@ -222,10 +223,10 @@ class PipelineStages:
             self._restore.pop()()
 
     def run(self, stage: int, compute: Callable[[], Tensor], received: Sequence[Tensor] = ()) -> Sequence[Tensor]:
-        """Run the forward `compute` as one stage on what the stage before sent, in the order of the wires.
+        """Run the forward `compute` as one stage on the tensors of the stage before, in the order of the wires.
 
-        Returns what crosses the next border, in the order of its wires, or what the last stage's forward returns. What
-        is received are leaves; they get gradients in the backward of what is returned.
+        Returns the tensors that cross the next border, in the order of its wires, or the last stage's output. Received
+        tensors are leaves; they get gradients in the backward of the returned tensors.
         """
         wires = ((), *self._sharding.wires)
         is_last = stage == len(self._sharding.stages) - 1
@@ -244,7 +245,7 @@ class PipelineStages:
         check_input(
             is_complete,
             f"the forward ended before block {run.blocks.stop}, the first after stage {stage}; let each forward call "
-            "all blocks without catching what they raise, or leave layout.pp out",
+            "all blocks without catching exceptions, or leave layout.pp out",
         )
         sent, run.sent = run.sent, []  # A tensor whose hook knows the tensor would never be freed
         for tensor in sent:
@@ -282,7 +283,7 @@ def forget_parameters(
 ) -> None:
     """Let parameters be NaN without memory and without a gradient, under all of their names.
 
-    A stage may make its tensors in their dtype, so it is that of the parameters which are held.
+    A stage may make its tensors in their dtype, so they have the dtype of the parameters which are held.
     """
     for name in names:
         parameter = module.get_parameter(name)

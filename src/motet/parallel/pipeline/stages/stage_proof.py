@@ -1,14 +1,14 @@
 """Stages of any module, proven by running them one after another in one process against the whole module.
 
-What a stage needs of others shows as NaN: the arguments of its first block are wires, and anything else is refused.
+A value that a stage needs of others shows as NaN: arguments of its first block are wires, and others are refused.
 
 Runs of a module as the whole and as one stage, in one process, for a proof of its stages.
 
-While a stage runs, every parameter that it does not hold is NaN, and what it receives is what the whole has there.
+While a stage runs, every parameter that it does not hold is NaN, and it receives the tensors of the whole.
 Before the stages run, from the last to the first, the whole module runs with NaN alone, so that an attribute which a
 block leaves for a later one has no value, either.
 
-Comparison of stages with the whole module: what they send, the loss, gradients and buffers.
+Comparison of stages with the whole module: sent tensors, the loss, gradients and buffers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,9 +48,9 @@ class SizedForward:
 class TrialRun:
     """A forward of the whole module, or of one stage."""
 
-    calls: dict[str, list[ModuleCall]]  # Of blocks
-    buffers: dict[str, Tensor]  # After it
-    results: dict[Path, Tensor]  # The loss at LOSS, or what a stage sends, by the path in the arguments of a block
+    calls: dict[str, list[ModuleCall]]  # Calls of blocks
+    buffers: dict[str, Tensor]  # Buffers after the run
+    results: dict[Path, Tensor]  # The loss at LOSS, or a stage's sent tensors, by path in the arguments of a block
     received: dict[Path, Tensor] = field(default_factory=dict)
 
     def call(self, block: str) -> ModuleCall:
@@ -58,7 +58,7 @@ class TrialRun:
         return self.calls[block][0]
 
     def differentiate(self, gradients: Mapping[Path, Tensor | None]) -> dict[Path, Tensor | None]:
-        """Add to the gradients of parameters, from these of results; returns those of what a stage received."""
+        """Add to the gradients of parameters, from these of results; returns those of the received tensors."""
         pairs = [(tensor, gradients.get(path)) for path, tensor in self.results.items() if tensor.requires_grad]
         pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None or LOSS in self.results]
         if pairs:
@@ -77,7 +77,7 @@ class StageTrials:
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.buffers_before = self._buffers()
         self.wholes = [self._run_whole(index) for index in range(len(forwards))]
-        self.names = list(self.wholes[0].calls)  # Of the blocks, in the order in which they are called
+        self.names = list(self.wholes[0].calls)  # Names of the blocks, in the order in which they are called
         self._check_calls()
 
     def _check_calls(self) -> None:
@@ -127,7 +127,7 @@ class StageTrials:
         return self.pop_gradients()
 
     def pop_gradients(self) -> dict[str, Tensor]:
-        """The gradients that parameters have, which have none after it."""
+        """Remove and return the gradients of parameters."""
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
         self.module.zero_grad()
         return gradients
@@ -138,9 +138,9 @@ class StageTrials:
         return run.results if blocks.stop == len(self.names) else run.call(self.names[blocks.stop]).entered
 
     def forget(self, index: int) -> None:
-        """Let NaN be in whatever a forward leaves in attributes."""
+        """Put NaN into the attributes that a forward writes."""
         forward = self.forwards[index].forward
-        # With NaN as values a module may fail in any way, and then has left what it can
+        # With NaN as values a module may fail in any way, after it wrote the attributes that it can
         with self._without(()), self._repeatable(index), self._copied_buffers(), torch.no_grad(), suppress(Exception):
             forward()
 
@@ -148,7 +148,7 @@ class StageTrials:
     def stage_run(
         self, index: int, stage: int, held: Collection[str], *, sharding: ModelSharding
     ) -> Iterator[TrialRun]:
-        """Run one stage, which receives what the whole has there; a backward is done inside.
+        """Run one stage, which receives the tensors of the whole; the caller runs a backward inside.
 
         `held` are its parameters.
         """
@@ -165,7 +165,7 @@ class StageTrials:
             stages.remove()
 
     @contextmanager
-    def _inside(self, index: int, what: str) -> Iterator[dict[str, list[ModuleCall]]]:
+    def _inside(self, index: int, role: str) -> Iterator[dict[str, list[ModuleCall]]]:
         """Record a forward, which can be repeated; refuse the module if it raises something."""
         try:
             with self._repeatable(index), self._copied_buffers(), record_calls(self.blocks) as calls:
@@ -173,7 +173,7 @@ class StageTrials:
         except (InputError, ProofMismatchError):
             raise
         except Exception as error:  # noqa: BLE001  # a module may raise anything, in particular when its tensors are NaN
-            self.refuse(f"it fails {what}, in float64 with random parameters ({text_of_failure(error)})")
+            self.refuse(f"it fails {role}, in float64 with random parameters ({text_of_failure(error)})")
 
     def _repeatable(self, index: int) -> AbstractContextManager[object]:
         """Inside, a forward draws the same dropout masks each time, and a backward those of its forward."""
@@ -199,13 +199,13 @@ class StageTrials:
         return replaced_items([(of, {name: b if b is None else copies[b] for name, b in of.items()}) for of in parts])
 
 
-COMPARED = 2  # Forwards in which stages are compared with the whole; more of them show what sizes are proportional to
+COMPARED = 2  # Forwards in which stages are compared with the whole; further ones show the proportions of sizes
 
 
 def compare_stages(
     trials: StageTrials, sharding: ModelSharding, held: Sequence[AbstractSet[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """Run each stage forward and backward with what the whole sends it; raises ProofMismatchError.
+    """Run each stage forward and backward with the tensors of the whole; raises ProofMismatchError.
 
     `held` are the parameters of each stage. Returns the stages on which buffers outside of blocks have their values.
     """
@@ -218,7 +218,7 @@ def compare_stages(
 def _compare_forward(
     trials: StageTrials, sharding: ModelSharding, held: Sequence[AbstractSet[str]], *, index: int
 ) -> set[tuple[int, str]]:
-    """Compare all stages in one forward. Returns (stage, buffer) of each buffer that is that of the whole after it."""
+    """Compare all stages in one forward. Returns (stage, buffer) of each buffer that then equals that of the whole."""
     trials.module.zero_grad()
     gradients_of_whole, reference = trials.gradients_of_whole(index), trials.wholes[index]
     trials.forget(index)
@@ -240,15 +240,15 @@ def _compare_forward(
 
 
 def _explain(run: TrialRun, reference: TrialRun, blocks: Sequence[str], *, path: Path) -> str:
-    """Why a result of a stage of these blocks is wrong."""
+    """The reason why a result of a stage of these blocks is wrong."""
     for name in blocks:
         call, expected = run.call(name), reference.call(name)
         if all(is_same(call.left.get(at), value) for at, value in expected.left.items()):
             continue
         wrong = [at for at, value in expected.entered.items() if not is_same(call.entered.get(at), value)]
         if not wrong:
-            return f"block {name} reads something that earlier blocks left, and that is none of its arguments"
-        source = f"is computed from earlier blocks than {blocks[0]}, and is none of its arguments"
+            return f"block {name} reads something that earlier blocks left, and that is not one of its arguments"
+        source = f"is computed from earlier blocks than {blocks[0]}, and is not one of its arguments"
         return f"{_text_of(wrong[0], name)} {source}"
     names = list(reference.calls)
     after = "the loss" if path == LOSS else _text_of(path, names[names.index(blocks[-1]) + 1])
@@ -264,9 +264,9 @@ def _stages_of_buffers(
 ) -> dict[str, tuple[int, ...]]:
     """Stages on which each buffer outside of blocks has its values after a forward."""
     before, after, stages_of = trials.buffers_before, trials.wholes[0].buffers, dict[str, tuple[int, ...]]()
-    of_block = {id(buffer): i for i, name in enumerate(trials.names) for buffer in trials.blocks[name].buffers()}
+    block_by_buffer = {id(buffer): i for i, name in enumerate(trials.names) for buffer in trials.blocks[name].buffers()}
     for name, buffer in persistent_buffers(trials.module).items():
-        block = of_block.get(id(buffer))
+        block = block_by_buffer.get(id(buffer))
         wanted = {i for i, blocks in enumerate(stages) if block is None or block in blocks}
         is_changed = not is_same(after[name], before[name])
         holders = {stage for stage in wanted if not is_changed or (stage, name) in right_buffers}
@@ -284,7 +284,7 @@ def prove_stages(
     *,
     prepare: Callable[[], object] | None = None,
 ) -> ModelSharding:
-    """The stages of a module, whose parameters may be on the meta device: their tensors, and what crosses borders.
+    """The stages of a module, whose parameters may be on the meta device: their tensors, and their wires.
 
     The forwards, at least two, differ in their sizes. `stages` are blocks in the order in which a forward calls them,
     or a function of their names in this order.
@@ -308,7 +308,7 @@ class _StageProof:
         self.outside = {name for name, parameter in self.parameters.items() if parameter not in self.block_of}
 
     def prove(self, stages: Sequence[range]) -> ModelSharding:
-        """Find what stages need, and compare them with the whole."""
+        """Find the needs of stages, and compare the stages with the whole."""
         check_stages(stages, len(self.names), type(self.module).__name__)
         self.sharding = ModelSharding(
             stages=tuple(stages), block_names=tuple(self.names), block_outputs=self._block_outputs()
@@ -323,7 +323,7 @@ class _StageProof:
         raise problem
 
     def _block_outputs(self) -> tuple[BlockOutput, ...]:
-        """The form of what each block returns."""
+        """The form of each block's output."""
         calls = [[run.call(name) for run in self.trials.wholes] for name in self.names]
         return tuple(describe_output([c.output for c in of], [c.arguments for c in of]) for of in calls)
 
@@ -355,7 +355,7 @@ class _StageProof:
         return needed[::-1]
 
     def _without_wires(self, in_blocks: Sequence[set[str]], needed: Sequence[set[str]]) -> list[set[str]]:
-        """The same, without parameters of which an earlier stage computes something that can be sent."""
+        """The same, without parameters from which an earlier stage computes a tensor that it can send."""
         fewer = [set(names) for names in needed]
         for stage in self._backwards():
             for name in needed[stage].intersection(set().union(*needed[:stage])):
@@ -365,7 +365,7 @@ class _StageProof:
         return fewer
 
     def _study(self, stage: int, held: set[str]) -> tuple[set[Path], set[str]]:
-        """(Paths to what is right after a stage; names of parameters outside of blocks that it is computed from)."""
+        """(Paths to the right tensors after a stage; names of parameters outside of blocks that they depend on)."""
         expected = self.trials.expected_after(0, self.sharding.stages[stage])
         wires = {stage: self._wires_into(0, stage, held), stage + 1: list(expected)}
         with self.trials.stage_run(0, stage, held, sharding=_with_wires(self.sharding, wires)) as run:
@@ -379,7 +379,7 @@ class _StageProof:
         if first == 0:
             return []
         expected = self.trials.wholes[index].call(self.names[first]).entered
-        # A stage without blocks, which sends what it has there
+        # A stage without blocks, which sends the arguments of the first block
         empty = replace(self.sharding, stages=(*stages[:stage], range(first, first), range(first, len(self.names))))
         sharding = _with_wires(empty, {stage + 1: list(expected)})
         with self.trials.stage_run(index, stage, held, sharding=sharding) as run:
@@ -441,7 +441,7 @@ def _with_wires(sharding: ModelSharding, wires: Mapping[int, Sequence[Path]]) ->
 
 
 def parameters_behind(values: Iterable[object]) -> set[Tensor]:
-    """The leaves from which tensors are computed, as autograd knows it."""
+    """The leaves from which tensors are computed, in autograd's graph."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     leaves, seen = {tensor for tensor in tensors if tensor.is_leaf}, set[object]()
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors]

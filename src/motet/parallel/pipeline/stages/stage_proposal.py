@@ -33,7 +33,7 @@ def propose_stages(
     """A sharding with proven stages, one for each entry of `stage_ranks`, which is the pipeline rank of a stage.
 
     `cuts` are blocks of stages as `layout.stages` has them. Otherwise stages take equal time by the costs of the
-    blocks, or by their parameters where no costs of as many blocks are known.
+    blocks, or by their parameters where no costs of this number of blocks are known.
     """
 
     def cut(names: Sequence[str]) -> Sequence[range]:
@@ -63,7 +63,7 @@ def cut_stages(
 
 
 def costs_of_parameters(module: nn.Module, names: Sequence[str]) -> BlockCosts:
-    """Costs of blocks by their parameters: the elements of matrices that are no tables of embeddings, and all bytes."""
+    """Costs of blocks by their parameters: the elements of matrices other than embedding tables, and all bytes."""
     tables = {module.weight for module in module.modules() if isinstance(module, nn.Embedding)}
     block_of = {p: i for i, name in enumerate(names) for p in module.get_submodule(name).parameters()}
     parameters, times, memory = dict(module.named_parameters()), [0.0] * len(names), [0.0] * len(names)
@@ -81,7 +81,7 @@ def with_local_wires(
 ) -> ModelSharding:
     """The same sharding, whose wires have the shapes of one of `degree` tensor-parallel ranks.
 
-    Forwards with the weights of one rank show what is split by heads; their values do not matter.
+    Forwards with the weights of one rank show the tensors that are split by heads; their values do not matter.
     """
     if degree == 1:
         return sharding
@@ -133,7 +133,7 @@ def _with_changed_wires(
     borders = list[tuple[StageWire, ...]]()
     for stage, wires in zip(sharding.stages[1:], sharding.wires, strict=True):
         arguments = [calls[sharding.block_names[stage.start]][0].arguments for calls in runs]
-        tensors = ([value_at(of_run, wire.place) for of_run in arguments] for wire in wires)
+        tensors = ([value_at(run_arguments, wire.place) for run_arguments in arguments] for wire in wires)
         borders.append(tuple(change(wire, stage.start, each) for wire, each in zip(wires, tensors, strict=True)))
     return replace(sharding, wires=tuple(borders))
 

@@ -2,14 +2,14 @@
 
 Each rank holds a piece of the sequence from the input of the first block to the output of the last. Column layers
 gather the pieces, row layers reduce-scatter their sums, and a module that mixes tokens but is not split gets the whole
-sequence. Which communication a list of blocks needs is found by running it on pieces (sequence_split.py). Where a piece
-computes something else than the whole, the communication around that place is changed, until nothing differs. If
-nothing is left to change, the stream stays whole, and a sentence says why.
+sequence. The proof finds the communication that a list of blocks needs by running it on pieces (sequence_split.py).
+Where a piece computes other values than the whole, the proof changes the communication around that place, until nothing
+differs. If nothing is left to change, the stream stays whole, and a sentence gives the reason.
 
-Forwards of a rank that holds a piece of the sequence: do they compute what the whole sequence computes?
+Forwards of a rank that holds a piece of the sequence, compared with those of the whole sequence.
 
-Whatever the rank would get from others is taken from a record of the forward of the whole sequence, and everything that
-it computes is compared with that record. So ranks are proven one after another, by forwards of the module itself.
+Tensors that the rank would get from others come from a record of the forward of the whole sequence, and all tensors
+that it computes are compared with that record. So ranks are proven one after another, by forwards of the module itself.
 
 The residual stream of one list of blocks, and the communication with which ranks split it along tokens.
 """
@@ -56,14 +56,14 @@ class PieceFailure:
     """The place where the forward on a part of the tokens differs from that of all tokens."""
 
     problem: str
-    module: str = ""  # The innermost one that ran; empty outside of the blocks
+    module: str = ""  # The innermost module that ran; empty outside of the blocks
     opened: tuple[BoundaryComm, ...] = ()  # The region that it was in
-    whole_input: BoundaryComm | None = None  # This communication is not needed: the tensor is no piece
+    whole_input: BoundaryComm | None = None  # This communication is not needed: the tensor is not a piece
 
 
 class _WholeInputError(Exception):
     def __init__(self, comm: BoundaryComm) -> None:
-        super().__init__("a tensor that is no piece")
+        super().__init__("a tensor that is not a piece")
         self.comm = comm
 
 
@@ -89,14 +89,14 @@ def _is_float(value: Any) -> bool:
 class _ComparedPiece(PartRun):
     """The forward of one rank, which holds a piece of each stream. Layers that ranks split are whole here.
 
-    It takes from the record what other ranks would send, and compares everything with it.
+    It takes from the record the tensors that other ranks would send, and compares everything with it.
     """
 
     def __init__(self, record: CallRecord, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, rows=record.rows, **kwargs)
         self.record, self.opened = record, list[BoundaryComm]()
-        # A module that reads something else than in the whole is accepted if what its caller, at this depth, makes of
-        # it is right: an expert reads other tokens.
+        # A module that reads other values than in the whole is accepted if the result of its caller, at this depth,
+        # is right: an expert reads other tokens.
         self.suspicion: tuple[int, str] | None = None
 
     def call(self, name: str) -> ModuleCall:
@@ -128,14 +128,14 @@ class _ComparedPiece(PartRun):
     def input_difference(self, name: str, arguments: Arguments) -> str | None:
         if self.counts[name] == len(self.record.calls[name]):
             return f"{name} runs more often on a part of the tokens than on all"
-        return self.difference(arguments, self.call(name).argument_values, f"what {name} reads")
+        return self.difference(arguments, self.call(name).argument_values, f"the input of {name}")
 
     def difference(self, here: Any, wanted: Any, noun: str) -> str | None:
         tensors = dict(tensors_by_path(here))
         for path, b in tensors_by_path(wanted):
             a = tensors.get(path)
             if a is not None and _is_float(a) and _is_float(b) and not self.is_piece(a, b):
-                return f"{noun}, of shape {list(a.shape)} on a part of the tokens, is no part of that of all tokens"
+                return f"{noun}, of shape {list(a.shape)} on a part of the tokens, is not a part of that of all tokens"
         return None
 
     def is_piece(self, here: Tensor, complete: Tensor) -> bool:
@@ -181,7 +181,7 @@ def failure_on_piece(
     tensors, expected = dict(tensors_by_path(result)), dict(tensors_by_path(record.result))
     if all(is_close(tensors[path], value) for path, value in expected.items() if _is_float(value)):
         return None
-    return PieceFailure("the result is another one, since something outside of the blocks reads what is in them")
+    return PieceFailure("the result differs, since something outside of the blocks reads tensors inside of them")
 
 
 _PARTIAL = ShardRule(
@@ -195,7 +195,7 @@ _Place = tuple[str, Argument, tuple[str, ...]]  # A module, its argument, and ot
 
 
 class BlockStream:
-    """Blocks that run one after another, and what was found out about the communication that they need."""
+    """Blocks that run one after another, and the findings about the communication that they need."""
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[str], regions: Sequence[SplitRegion], *, records: Sequence[CallRecord]
@@ -205,15 +205,15 @@ class BlockStream:
         self.columns = [columns for region in self.regions for columns in region.columns]
         self.rows = [row for region in self.regions for row in region.rows]
         self.hidden: dict[str, Argument] = {}  # The argument of each block that is the stream
-        self.output: Argument = 0  # The index in what a block returns
+        self.output: Argument = 0  # The index in a block's output
         # By paths in a block, which all blocks have in common.
-        self._levels: dict[str, int] = {}  # How far outside of its column layers a tensor is gathered
-        self._unsplit: set[tuple[str, Argument]] = set()  # What column layers, or modules that mix tokens, get whole
+        self._levels: dict[str, int] = {}  # Number of modules around its column layers at which a tensor is gathered
+        self._unsplit: set[tuple[str, Argument]] = set()  # Whole arguments of column layers, or modules that mix tokens
         self._mixing: set[str] = set()  # Modules that get the whole sequence
         self._tried: set[str] = set()
 
     def problem(self, degree: int) -> str | None:
-        """Why this is no stream of tokens that ranks could split, if it is none."""
+        """The reason why ranks cannot split this as a stream of tokens, if there is one."""
         for region in self.regions:
             if not region.columns or not all(map(self._path, _layers(region))):
                 return f"the split of {region.module or 'the model'} reaches beyond its blocks"
@@ -221,7 +221,7 @@ class BlockStream:
         if problem := next((problem for problem in problems if problem), None):
             return problem
         rows = (row for row in self.rows if self._tokens_dim(row, "output", 0) is None)
-        return next((f"what {row} returns has no dimension of tokens" for row in rows), None)
+        return next((f"the output of {row} has no dimension of tokens" for row in rows), None)
 
     def _chain_problem(self, record: CallRecord, degree: int) -> str | None:
         calls = [record.calls[name] for name in self.blocks]
@@ -231,10 +231,10 @@ class BlockStream:
         links = [_links(a[0], b[0]) for a, b in pairwise(calls)]
         for name, pairs in zip(self.blocks[1:], links, strict=True):
             if not pairs:
-                return f"{name} does not read what the block before it returns"
+                return f"{name} does not read the output of the block before it"
         first = links[0] if links else _same_shapes(calls[0][0])
         if not first:
-            return f"no argument of {self.blocks[0]} has the shape of what it returns"
+            return f"no argument of {self.blocks[0]} has the shape of its output"
         self.output, argument = first[0]
         self.hidden = dict(zip(self.blocks, (argument, *(pairs[0][1] for pairs in links)), strict=True))
         ends = calls[0][0].arguments.get(argument), output_items(calls[-1][0].output).get(self.output)
@@ -244,7 +244,7 @@ class BlockStream:
             return f"{degree} ranks cannot split activations of shape {sorted(shapes)} along dimension 1"
         return None
 
-    # --- what it takes to split it ---------------------------------------------------------------------
+    # --- the communication for the split ---------------------------------------------------------------
 
     def change_comms(self, failure: PieceFailure) -> bool:
         """Change the communication around the place of a failure; False if nothing is left to try."""
@@ -256,7 +256,7 @@ class BlockStream:
         return self._surround(failure.module)
 
     def _gather_further_out(self, comms: Sequence[BoundaryComm]) -> bool:
-        columns = {self._path(columns[0]): columns for columns in self.columns}  # Of one of the blocks
+        columns = {self._path(columns[0]): columns for columns in self.columns}  # Columns of one of the blocks
         levels = {key: self._levels.get(key, 0) + 1 for key in map(self._key, comms)}
         levels = {key: level for key, level in levels.items() if level < len(self._places(columns[key]))}
         self._levels.update(levels)
@@ -299,7 +299,7 @@ class BlockStream:
         return BoundaryComm(module, "input", argument, "gather", TENSOR_DIMENSION, dim, readers)
 
     def _places(self, columns: tuple[str, ...]) -> list[_Place]:
-        """Places where what columns read may be gathered: themselves, and the input of modules around them."""
+        """Places where the input of columns may be gathered: themselves, and the input of modules around them."""
         argument, tensor = next((k, v) for k, v in self.calls[columns[0]][0].arguments.items() if isinstance(v, Tensor))
         places: list[_Place] = [(columns[0], argument, columns[1:])]
         module = columns[0].rpartition(".")[0]
@@ -346,7 +346,7 @@ class BlockStream:
         is_at_column = any(comm.module in columns for columns in self.columns) or not comm.shared_by
         return self._path(comm.module if is_at_column else comm.shared_by[0])
 
-    # --- what follows from it --------------------------------------------------------------------------
+    # --- the results of the split ----------------------------------------------------------------------
 
     def rules(self) -> dict[str, ShardRule]:
         """The rules of parameters of the blocks that are in no region, and are used for a part of the tokens."""
@@ -356,7 +356,7 @@ class BlockStream:
         return {n: _PARTIAL for n in names if n not in in_regions and not any(is_inside(n, m) for m in mixing)}
 
     def activations(self) -> list[ActivationSplit]:
-        """How activations lie at the ends of blocks, in modules that mix tokens, and after layers that are split."""
+        """The splits of activations at the ends of blocks, in modules that mix tokens, and after split layers."""
         inputs: dict[str, _Splits] = {
             **dict.fromkeys(self.blocks, _ALONG_TOKENS),
             **dict.fromkeys(self.mixing_modules(), ()),
@@ -386,7 +386,7 @@ class BlockStream:
         )
 
     def _inner_splits(self) -> Iterator[tuple[str, tuple[int, DimensionSplit]]]:
-        """How activations are split between the start of a region and its next row layer."""
+        """The splits of activations between the start of a region and its next row layer."""
         for region in self.regions:
             for columns in region.columns:
                 after = [row for row in region.rows if self.calls[row][0].place > self.calls[columns[0]][0].place]
@@ -404,7 +404,7 @@ def _is_stream(value: Any) -> bool:
 
 
 def _links(a: ModuleCall, b: ModuleCall) -> list[tuple[Argument, Argument]]:
-    """Pairs of what the first call returned and the second one read."""
+    """(Index of an output of the first call, key of the argument of the second call that is the same tensor)."""
     outputs = [(index, value) for index, value in output_items(a.output).items() if _is_stream(value)]
     return [(index, key) for index, value in outputs for key, other in b.arguments.items() if other is value]
 
@@ -423,16 +423,16 @@ class SequenceSplit:
     """The split of residual streams along tokens. Regions outside of `blocks` communicate as they do without it."""
 
     blocks: tuple[str, ...] = ()  # Blocks whose stream is split
-    boundary_comms: tuple[BoundaryComm, ...] = ()  # Of these blocks, in the order of a forward
+    boundary_comms: tuple[BoundaryComm, ...] = ()  # Comms of these blocks, in the order of a forward
     activations: tuple[ActivationSplit, ...] = ()
-    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Of parameters of these blocks outside of regions
+    rules: Mapping[str, ShardRule] = field(default_factory=dict)  # Rules of these blocks' parameters outside of regions
     unsplit: tuple[WholeRegion, ...] = ()  # Lists of blocks whose stream is not split, and modules that mix tokens
 
 
 def prove_sequence_split(
     module: nn.Module, forwards: Sequence[Callable[[], Tensor]], splits: ProvenSplits, *, degree: int, rows: int = 1
 ) -> SequenceSplit:
-    """Split the stream of each list of blocks that computes on `degree` pieces what it computes on the whole.
+    """Split the stream of each list of blocks that computes the same on `degree` pieces as on the whole.
 
     `forwards` run the module on `rows` sequences of two lengths that the degree divides.
     """
@@ -468,7 +468,7 @@ def _lists_of_blocks(module: nn.Module, record: CallRecord) -> dict[str, list[st
 
 
 def _complete(streams: Sequence[BlockStream], forwards: Sequence[Callable[[], Tensor]], degree: int) -> str | None:
-    """Change the communication of the last stream until pieces compute what the whole does, or say why they cannot."""
+    """Change the communication of the last stream until pieces compute the same as the whole, or say why not."""
     *_, stream = streams
     while True:
         comms = [comm for each in streams for comm in each.comms()]
@@ -478,7 +478,7 @@ def _complete(streams: Sequence[BlockStream], forwards: Sequence[Callable[[], Te
         if failure is None:
             return None
         if not stream.change_comms(failure):
-            return f"{failure.module or 'the model'} computes something else on a part of the tokens: {failure.problem}"
+            return f"{failure.module or 'the model'} computes other values on a part of the tokens: {failure.problem}"
 
 
 def _gradient_problem(stream: BlockStream, proof: PartProof) -> str | None:

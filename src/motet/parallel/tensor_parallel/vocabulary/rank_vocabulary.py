@@ -21,7 +21,7 @@ class RankVocabularyShard:
     group: RankGroup
 
     @staticmethod
-    def of_spec(spec: ShardSpec, dim: int, *, group: RankGroup) -> "RankVocabularyShard":
+    def from_spec(spec: ShardSpec, dim: int, *, group: RankGroup) -> "RankVocabularyShard":
         """The entries that a shard of the head's weight has along `dim`."""
         ((start, stop),) = spec.spans[dim]
         return RankVocabularyShard(start, stop, spec.shape[dim], group)
@@ -41,11 +41,11 @@ class RankVocabularyShard:
 
 
 def shard_embedding(module: nn.Module, entries: range) -> Callable[[], None]:
-    """Let a table that holds the rows of `entries` give zeros for other ids, by hooks; return what removes them.
+    """Let a table that holds the rows of `entries` give zeros for other ids, by hooks; return their remover.
 
-    Whatever the module multiplies vectors with, the sum of outputs over the ranks is what the whole table gives.
+    Whatever the module multiplies vectors with, the sum of outputs over the ranks is the output of the whole table.
     """
-    foreign: list[Tensor] = []  # Of the call that is running
+    foreign: list[Tensor] = []  # The mask of foreign ids of the running call
 
     def shift_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         ids = args[0] if args else next(iter(kwargs.values()))

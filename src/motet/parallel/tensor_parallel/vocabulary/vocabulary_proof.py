@@ -1,6 +1,6 @@
 """The split of a module's vocabulary over ranks, proven by running the shards.
 
-Everything runs in one process, on the CPU and in float64, with random parameters. What is not proven stays whole.
+Everything runs in one process, on the CPU and in float64, with random parameters. Tensors without a proof stay whole.
 
 The layers of a module that have entries of a vocabulary, found by running it: lookups in tables, and the head.
 """
@@ -56,7 +56,7 @@ class _VocabularyObserver(CallObserver):
         layer, inputs, names = self.modules[name], [*arguments.values()], self.names
         if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
             return output
-        # Parameters may be arguments of a layer that has none, as where the head is the table.
+        # Parameters may be arguments of a layer without parameters, as where the head is the table.
         tensors = {
             names[p]: p
             for p in (*layer._parameters.values(), *inputs[1:])
@@ -89,7 +89,7 @@ def find_layers(
         result = forward()
     called = observer.layers
     sizes, tables = {input_entries, *result.shape[2:][-1:]}, _declared_tables(module, observer.names)
-    if gathers_logits and sizes <= {None}:  # A loss does not say how many entries its logits have
+    if gathers_logits and sizes <= {None}:  # A loss does not show the number of its logits' entries
         *_, last = (None, *(layer.entries for layer in called.values() if layer.is_head))
         sizes |= {layer.entries for layer in called.values() if not layer.is_head and layer.entries == last}
     lookups = [layer for layer in called.values() if not layer.is_head and (layer.entries in sizes or tables)]
@@ -99,7 +99,7 @@ def find_layers(
         if tables and layer.dims[0][0] not in tables and layer.entries in sizes
     }
     lookups = [layer for layer in lookups if not tables or layer.dims[0][0] in tables]
-    # What a forward returns may be features of any width, unless it is known to be logits.
+    # The output of a forward may be features of any width, unless it is known to be logits.
     sizes = {input_entries, *(layer.entries for layer in lookups)} if gathers_logits else {*result.shape[2:][-1:]}
     heads = [layer for layer in called.values() if layer.is_head and layer.entries in sizes][-1:]
     problems |= {head: "is called several times in a forward" for head in heads if observer.counts[head.name] > 1}
@@ -120,7 +120,7 @@ def _declared_tables(module: Any, names: Mapping[nn.Parameter, str]) -> set[str]
         return set()
     try:
         return {names[module.get_input_embeddings().weight]}
-    # transformers raises NotImplementedError for a model without a table; another table may be no parameter.
+    # transformers raises NotImplementedError for a model without a table; another table may not be a parameter.
     except (NotImplementedError, AttributeError, KeyError):
         return set()
 
@@ -210,16 +210,16 @@ def _compare(proof: PartProof, layers: Sequence[VocabularyLayer], comms: tuple[B
     partial_names = proof.compare(PartProposal(comms, splits, lookups=lookups, differentiates_inputs=False))
     for head in (layer for layer in layers if layer.is_head):
         if not proof.has_gradient(head.name):
-            raise ProofMismatchError("what comes after it has no gradient", module=head.name)
+            raise ProofMismatchError("the computation after it has no gradient", module=head.name)
         if others := partial_names.difference(head.whole_tensors):
-            problem = f"the gradient of {min(others)}, which comes after it, is another on shards"
+            problem = f"the gradient of {min(others)}, which comes after it, differs on shards"
             raise ProofMismatchError(problem, module=head.name)
     return partial_names
 
 
 def _problems_of(mismatch: ProofMismatchError, layers: Sequence[VocabularyLayer]) -> dict[VocabularyLayer, str]:
-    """The layers that a mismatch is about. The input of the head is that of the whole, so what follows depends on it
-    alone; an input that differs is a problem of the lookups."""
+    """The layers that a mismatch is about. The input of the head is that of the whole, so later values depend on the
+    head alone; an input that differs is a problem of the lookups."""
     lookups, heads = ([layer for layer in layers if layer.is_head == is_head] for is_head in (False, True))
     about = [layer for layer in layers if mismatch.tensor in layer.splits]  # Their gradients
     about = about or [layer for layer in layers if (mismatch.module, mismatch.tensor) == (layer.name, "output")]
