@@ -127,7 +127,7 @@ def a_tied_copy_misses_every_second_update(rank: int) -> Patch:
     "dp=2 zero=1",
     "pp=2",
     first="parameter .*, step 2",
-    cause="was not updated: it keeps the value of before",
+    cause="was not updated: it keeps its earlier value",
     recipe="bf16",
 )
 def restored_masters_are_not_cast(rank: int) -> Patch:

@@ -162,7 +162,7 @@ def _restored_without(moment: str) -> Patch:
     return changed(TrainingState, "restore", wrong)
 
 
-@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
+@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="its earlier value is missing")
 def moments_are_not_restored(rank: int) -> Patch:
     return _restored_without("exp_avg")
 
@@ -211,7 +211,7 @@ def a_number_is_not_finite(rank: int) -> Patch:
     return changed(BucketedDataParallel, "local_gradients", spoil)
 
 
-@fault("dp=2 zero=0", first="sample targets", cause="what tokens should be")
+@fault("dp=2 zero=0", first="sample targets", cause="the value of tokens")
 def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
     return changed(BatchLoader, "batch", lambda batch, *_: replace(batch, targets=batch.tokens)) if rank else nothing()
 
