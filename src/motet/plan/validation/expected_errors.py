@@ -1,6 +1,6 @@
 """The errors to expect of a prediction: the 90th percentile of validation rows of the same device.
 
-Of models without experts the rows have a like number of devices, if there are enough of them.
+For models without experts the rows have a similar number of devices, if there are enough of them.
 """
 
 from functools import cache
