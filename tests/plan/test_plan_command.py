@@ -302,7 +302,7 @@ def test_a_cluster_file_describes_a_device(tmp_path: Path) -> None:
             "[between] gives each device 1e+13 byte/s, out of the range",
         ),
         ("H100", (INSIDE, BETWEEN.replace("nics = 4", "nics = 3")), "nics = 3 cannot be shared evenly by 4 devices"),
-        ("H100", (INSIDE + 'vendor = { link = "X" }\n', BETWEEN), "vendor.link = 'X' is no class of links"),
+        ("H100", (INSIDE + 'vendor = { link = "X" }\n', BETWEEN), "vendor.link = 'X' is not a class of links"),
         ("H100", (SHEET.replace("2e12", "2e8"), INSIDE, BETWEEN), "FLOP for each byte of memory"),
     ],
 )

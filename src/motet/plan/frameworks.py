@@ -60,7 +60,7 @@ class MemoryConstants:
     kept_output_parts: int = 0  # Parts of each micro-batch in flight
     kept_outputs: int = 0  # Outputs of each micro-batch of a step
     splits_first_input: bool = True  # Sequence parallelism splits the input of a stage, not only inside of blocks
-    kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # With selective recomputation
+    kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # Kept when selective
     keeps_inputs_in_matmul_dtype: bool = False  # Inputs of products, in float8 or float4
     saved_on_host: bool = False  # Inputs of recomputed blocks
     simulates_kernels: bool = False  # Temporary memory is that of each kernel, as torch runs it

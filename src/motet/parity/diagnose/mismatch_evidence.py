@@ -569,7 +569,7 @@ def _optimizer_evidence(e: MismatchEvidence, located: LocatedDifference) -> Opti
 
 
 def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> MismatchEvidence:
-    """Add rows that a micro-batch might have instead, and the values of its own rows after another mistake."""
+    """Add rows that a micro-batch might have instead, and the values of its rows after another mistake."""
     (kind, name), record = located.key, located.worst_pair.record
     if record is None or evidence.value.ndim != 2:
         return evidence

@@ -73,7 +73,7 @@ def record_saved_bytes(engine: TrainingEngine, step: Callable[[TensorRecorder], 
 
 
 class _NoRecorder(TensorRecorder):
-    """Records nothing, so that all that lives is what training keeps."""
+    """Records nothing, so that only the tensors of training live."""
 
     def add(self, *_: Any, **__: Any) -> None:
         """Leave the tensor out."""

@@ -1,6 +1,6 @@
 """The memory of a planned step: one rank of each stage of the pipeline, by category.
 
-State follows from the recipe and what the stage of ZeRO shards, saved activations from the sizes of the model and from
+State follows from the recipe and the stage of ZeRO, saved activations from the sizes of the model and from
 the micro-batches that the schedule has in flight; both are the values that training reads. A stage of motet is the
 simulation that `motet show memory` predicts with; one of another framework follows from its row of constants.
 

@@ -1,8 +1,8 @@
 """The layouts that a model, a global batch and a number of devices allow, and why others are not possible.
 
 `layouts` has one layout for all sizes, ZeRO stages and chunks; `variants` has the same sizes with options that are
-seldom the fastest: other schedules, tensor parallelism without sequence parallelism, stage 3 that keeps its parameters after
-forward or reduces gradients once a step. Groups of stage 3 in pipelines are predicted when a person names them.
+seldom the fastest: other schedules, tensor parallelism without sequence parallelism, stage 3 that keeps its parameters
+after forward or reduces gradients once a step. Groups of stage 3 in pipelines are predicted when a person names them.
 
 The module also reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition.
 """

@@ -227,7 +227,7 @@ class LayoutRanking:
         return None if plan is None else (plan, refusal(plan.step) or "")
 
     def predict(self, step: PlannedStep) -> tuple[RankedPlan, str | None]:
-        """The prediction of one layout, and why it does not fit, if so."""
+        """The prediction of one layout, and why it does not fit, or None."""
         plan = self._predict(step)
         return plan, fits(plan.memory, self._limit)
 
