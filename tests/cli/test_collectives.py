@@ -255,7 +255,7 @@ def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algori
         ("cost barrier --size 1MiB", "--size 1MiB, but a barrier carries no data; leave --size out"),
         ("cost signal --svg x.svg", "a signal takes as long at every size; leave --svg and --html out"),
         ("cost all-reduce --size 1MiB --svg x.svg", "a plot over the one size 1048576 is none"),
-        ("draw all-reduce double-tree pieces=999999999", "with 4 ranks at most 65536"),
+        ("draw all-reduce double-tree pieces=999999999", "give 1 to 65536 with 4 ranks"),
         ("run all-reduce ring --size 8GiB", "S of 8 GiB is more than the 4 GiB that ranks of one machine execute"),
         ("run all-reduce ring --cluster dgx", "no cluster 'dgx'"),
         ("run all-reduce ring --ranks 33", "this machine executes Programs of 2 to 32 ranks"),

@@ -53,7 +53,7 @@ def refusals(group: RankGroup) -> list[str]:
 def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) -> None:
     said, ring = ranks.run(3, refusals), "all-reduce/ring of 3 ranks"
     everywhere = [
-        f"but ranks 0, 2 do {ring} (sum) on 3 float32 on cpu of shape (3,); rank 1 does {ring} (sum) on 4 float32",
+        f": ranks 0, 2 do {ring} (sum) on 3 float32 on cpu of shape (3,); rank 1 does {ring} (sum) on 4 float32",
         f"6 float32 on cpu of shape (3, 2); rank 1 does {ring} (sum) on 6 float32 on cpu of shape (2, 3)",
         f"4 float32 on cpu of shape (4,); rank 1 does {ring} (sum) on 4 float16",
         f"ranks 0, 2 do {ring} (sum) on 4 float32 on cpu of shape (4,); rank 1 does {ring} (max) on",

@@ -107,7 +107,7 @@ def _size_problems(record: ProgramJson) -> Iterator[str]:
     bad_count = record.collective == "all-to-all" and chunks != ranks**2
     problems = {
         f"ranks {ranks}, ports {record.ports}: give at least 1 of each": ranks < 1 or record.ports < 1,
-        f"chunks {chunks}: with {len(sizes)} sizes; give one for each": chunks < 1 or chunks != len(sizes),
+        f"chunks {chunks} with {len(sizes)} sizes; give 1 or more, a size for each": chunks < 1 or chunks != len(sizes),
         "sizes: one is negative, or all are 0; give relative sizes": min(sizes, default=0) < 0 or not total,
         "sizes: together they are more than 2^60; they are relative, so give smaller ones": total > _MAX_TOTAL_SIZE,
         f"{name!r}: collective and algorithm are names, of one line without control characters": not name.isprintable(),
