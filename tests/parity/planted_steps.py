@@ -123,7 +123,7 @@ def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
     return changed(engine, "sum_scalars", lambda summed, values, *_: [values[0].item(), *summed[1:]])
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="of what rank . has alone")
+@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="that of rank . alone")
 def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
     return changed(engine, "sum_scalars", lambda summed, values, *_: [summed[0], values[1].item(), *summed[2:]])
 
@@ -170,7 +170,7 @@ def moments_are_not_restored(rank: int) -> Patch:
 SGD, BUFFER = ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"), "state momentum_buffer/"
 
 
-@fault("dp=2 zero=1", "dp=3 zero=3", first=f"{BUFFER}.*, step 2", cause="it was before is missing", settings=SGD)
+@fault("dp=2 zero=1", "dp=3 zero=3", first=f"{BUFFER}.*, step 2", cause="its earlier value is missing", settings=SGD)
 def momentum_is_not_restored(rank: int) -> Patch:
     return _restored_without("momentum_buffer")
 

@@ -211,6 +211,6 @@ def the_norm_counts_every_replica(rank: int) -> Patch:
     return changed(ShardedOptimizer, "squared_norm", wrong)
 
 
-@fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="of what rank . has alone")
+@fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="that of rank . alone")
 def shards_of_other_ranks_are_left_out_of_the_norm(rank: int) -> Patch:
     return changed(ShardedOptimizer, "squared_norm", lambda square, _: square * (rank == 0))
