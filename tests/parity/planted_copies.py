@@ -152,7 +152,7 @@ def a_master_drifts_on_one_rank(rank: int) -> Patch:
 
 
 @fault(
-    "dp=2 zero=0", first="parameter .*, step 3", cause="what belongs 1 element before the rounded master", recipe="bf16"
+    "dp=2 zero=0", first="parameter .*, step 3", cause="the slice 1 element before the rounded master", recipe="bf16"
 )
 def copies_are_one_element_off(rank: int) -> Patch:
     def wrong(own: Any, flat: FlatParameters, *given: Any) -> None:
