@@ -265,7 +265,7 @@ class HeldOutErrors:
 
     def _fit(self, model: LinearModel, rows: np.ndarray) -> Vector:
         settings = FitSettings(self._weights[rows], self._centers, self._spreads)
-        return fit_constants(model.of_rows(rows), self.measured[rows], settings)
+        return fit_constants(model.select_rows(rows), self.measured[rows], settings)
 
 
 _PUBLISHERS = ("torchtitan", "mosaic", "kwai", "bigscience", "calculon", "korthikanti", "deepseek", "herd", "vtrain")

@@ -47,7 +47,7 @@ def test_presets_and_their_sizes() -> None:
     assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)
     assert cluster.network.wrap == (True, True, True)
     refused("laptop: hosts = 2 need a section", load_cluster, "laptop", hosts=2)
-    refused(r"laptop: dims = \[2, 2\] is for a torus, and this cluster has none", load_cluster, "laptop", dims=(2, 2))
+    refused(r"laptop: dims = \[2, 2\] resizes a torus, and this cluster has none", load_cluster, "laptop", dims=(2, 2))
     refused("tpu-v4: devices_per_host = 0 must be at least 1", load_cluster, "tpu-v4", dims=(0, 8))
 
 
@@ -118,7 +118,7 @@ WRONG: list[tuple[str, Any, str]] = [
         "hosts = 100000000 times devices_per_host = 8 are more than the 131072 ranks that a cluster may have;",
     ),
     ("dgx-h100 between__nics", 3, "nics = 3 cannot be shared evenly by 8 devices per host;"),
-    ("dgx-h100 device", "H10", "device = 'H10' is not in the table of devices, so gamma_s_per_byte must be given, or"),
+    ("dgx-h100 device", "H10", "device = 'H10' is not in the table of devices; give gamma_s_per_byte, or"),
     ("laptop nodes", 2, "unknown key 'nodes'; valid here: between, datasheet, device,"),
     ("laptop inside", None, "inside is missing; give it a value, e.g. inside=..."),
     ("laptop hosts", 2, "hosts = 2 need a section [between] that joins them;"),

@@ -253,7 +253,7 @@ def test_imbalance_of_one_flow_of_very_many_and_of_fractions() -> None:
     [
         (0, 0, 1, "bandwidth_Bps = 0 carries nothing; give more than 0"),
         (0, float("nan"), 1, "bandwidth_Bps = nan carries nothing"),
-        (-1, 1, 1, "alpha_s = -1 starts before it is asked; give 0 or more"),
+        (-1, 1, 1, "alpha_s = -1 has a negative start-up; give 0 or more"),
         (0, 1, 0, "0 paths; give 1 or more"),
     ],
 )

@@ -276,15 +276,15 @@ def test_only_the_memory_of_a_group_is_mapped(tmp_path: Path) -> None:
         file_of(size, path=tmp_path / "planted"): "can be shortened by others",
         file_of(size): "can be shortened by others",
         file_of(size // 2, seals=seals): f"has {size // 2} bytes instead of {size}",
-        os.open(tmp_path, os.O_RDONLY): "is no file",
-        os.open("/dev/null", os.O_RDWR): "is no file",
-        pipe[0]: "is no file",
+        os.open(tmp_path, os.O_RDONLY): "is not a file",
+        os.open("/dev/null", os.O_RDWR): "is not a file",
+        pipe[0]: "is not a file",
     }
     for planted, problem in unlike.items():
         refused(rf"/{planted}, which the store names .* {problem}", open_memory, planted)
     for number in (opened, descriptor, *unlike, pipe[1]):
         os.close(number)
-    refused(r"which the store names .* is no file", open_memory, descriptor)
+    refused(r"which the store names .* is not a file", open_memory, descriptor)
 
 
 def open_memory(descriptor: int) -> int:

@@ -187,7 +187,7 @@ def refused_calls(place: RankEnvironment) -> None:
         refused("avg of bool: use max for any", dist.all_reduce, ones.bool(), op=dist.ReduceOp.AVG)
         refused("only integers have bits to combine", dist.all_reduce, ones, op=dist.ReduceOp.BXOR)
         refused("it can be moved but not reduced", dist.all_reduce, ones.to(torch.float8_e4m3fn))
-        refused("it must be 2 such tensors, or one with as many elements", dist.all_gather, [torch.empty(3)] * 2, ones)
+        refused("give 2 such tensors, or one with as many elements", dist.all_gather, [torch.empty(3)] * 2, ones)
         refused("with the sum 4", dist.all_to_all_single, ones.clone(), ones, [1, 1], [2, 2])
         dist.all_reduce(ones)
         assert ones.tolist() == [2.0] * 4

@@ -43,8 +43,8 @@ def header(number: int, signature: int, length: int, text: bytes = b"") -> bytes
 
 
 HEADERS = {
-    header(4, 9, 65535): "sent what is no header of a collective: a description of 65535 bytes, of 1024 at most",
-    header(4, 9, 1025, b"x" * 1025): "sent what is no header of a collective: a description of 1025 bytes",
+    header(4, 9, 65535): "sent an invalid header of a collective: a description of 65535 bytes, of 1024 at most",
+    header(4, 9, 1025, b"x" * 1025): "sent an invalid header of a collective: a description of 1025 bytes",
     header(4, 8, 6, b"\xff\x1b[2J\n"): "rank 1 called \N{REPLACEMENT CHARACTER}?[2J? as its number 4; every rank must",
     header(2**64 - 1, 9, 3, b"sum"): "rank 1 called sum as its number 18446744073709551615; every rank must",
     header(4, 9, 3, b"sum") + b"1234": "rank 0 in all-reduce: rank 1, on another host, is lost: it has closed the",

@@ -61,7 +61,7 @@ def test_a_cluster_file_replaces_constants_of_links() -> None:
 
 
 def test_an_unknown_class_of_links_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"vendor.link = 'NVLink9' is no class of links; give one of NVLink2, "):
+    with pytest.raises(InputError, match=r"vendor.link = 'NVLink9' is not a class of links; give one of NVLink2, "):
         fabric_of(cluster_from_dict(changed("a100", inside={"link": "NVLink9"})))
     with pytest.raises(InputError, match=r"between.vendor.efficiency.value = 2 must be at most 1.0"):
         cluster_from_dict(changed("a100", between={"efficiency": 2}))

@@ -53,7 +53,7 @@ def refusals(group: RankGroup) -> list[str]:
 def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) -> None:
     said, ring = ranks.run(3, refusals), "all-reduce/ring of 3 ranks"
     everywhere = [
-        f"but ranks 0, 2 do {ring} (sum) on 3 float32 on cpu of shape (3,); rank 1 does {ring} (sum) on 4 float32",
+        f": ranks 0, 2 do {ring} (sum) on 3 float32 on cpu of shape (3,); rank 1 does {ring} (sum) on 4 float32",
         f"6 float32 on cpu of shape (3, 2); rank 1 does {ring} (sum) on 6 float32 on cpu of shape (2, 3)",
         f"4 float32 on cpu of shape (4,); rank 1 does {ring} (sum) on 4 float16",
         f"ranks 0, 2 do {ring} (sum) on 4 float32 on cpu of shape (4,); rank 1 does {ring} (max) on",
@@ -63,16 +63,16 @@ def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) ->
     ]
     for number, sentence in enumerate(everywhere):
         for rank in range(3):
-            assert sentence in said[rank][number] and said[rank][number].startswith("ranks must all do the same")
+            assert sentence in said[rank][number] and said[rank][number].startswith("ranks make different calls")
     assert said[1][7].startswith(f"{ring}: rank 1 gave a tensor of shape (4, 4) that is not contiguous")
     assert said[0][7] == said[2][7] == f"rank 1 rejects the call: {said[1][7]}"
-    elements = "all-gather/ring of 3 ranks: the input of rank {} has 3 elements; it must have 2"
+    elements = "all-gather/ring of 3 ranks: the input of rank {} has 3 elements; give 2"
     assert said[1][8] == elements.format(1) and said[2][8] == f"rank 0 rejects the call: {elements.format(0)}"
     world = "all-reduce/ring of 2 ranks cannot be executed by 3 ranks; build it for the ranks of the group"
     for rank in range(3):
         assert said[rank][9] == world and said[rank][10] == f"{ring}: rank {rank} takes part, but gave no tensor"
         assert "gave float32 on cpu and int8 on cpu" in said[rank][11]
-        assert said[rank][12] == "op 'median' is unknown; it is one of sum, avg, product, min, max, band, bor, bxor"
+        assert said[rank][12] == "op 'median' is unknown; use one of sum, avg, product, min, max, band, bor, bxor"
         assert said[rank][13] == f"{ring}: input and output of rank {rank} overlap; give tensors that share no memory"
 
 
@@ -98,7 +98,7 @@ def own_programs(group: RankGroup) -> list[str]:
 def test_programs_that_cannot_be_meant(ranks: Ranks) -> None:
     wrong, foreign, root, unknown, sizes = ranks.run(2, own_programs)[0]
     assert wrong == "all-reduce/half of 2 ranks is wrong at the end: chunk 0 of rank 0 does not contain rank 1"
-    assert foreign == "broadcast/tree of 2 ranks is no Program for all-reduce; give one of that collective"
+    assert foreign == "broadcast/tree of 2 ranks is not a Program for all-reduce; give one of that collective"
     assert root == "broadcast/tree of 2 ranks has root 1, not 0; give root= as the Program has it"
     assert "nearest: ring" in unknown
     assert sizes.startswith("sizes: all-to-all/pairwise of 2 ranks needs 2 rows of 2 counts")

@@ -160,7 +160,7 @@ def test_of_many_planted_faults_most_are_rejected_and_the_others_do_no_harm() ->
         ("all-gather", "rank 2 need not end with chunk 0"),
         ("reduce-scatter", "no rank must end with chunk 2"),
         ("scatter", "no rank must end with chunk 2"),
-        ("all-to-all", "rank 2 need not end with what rank 0 has for it"),
+        ("all-to-all", "rank 2 need not end with the chunk of rank 0 for it"),
         ("barrier", "rank 2 need not end with a token of rank 0"),
     ],
 )
@@ -174,7 +174,7 @@ def test_sums_of_fewer_ranks_and_a_root_without_everything_are_named() -> None:
     for collective in ("all-reduce", "reduce", "reduce-scatter"):
         whole = build(collective, "ring", 3)
         final = tuple({chunk: sources[:2] for chunk, sources in held.items()} for held in whole.final)
-        assert "need not contain what rank 2 contributes" in str(missing_postcondition(replace(whole, final=final)))
+        assert "need not contain the contribution of rank 2" in str(missing_postcondition(replace(whole, final=final)))
     for collective in ("reduce", "gather"):
         whole = build(collective, "tree", 3, root=1)
         final = tuple({c: s for c, s in held.items() if c > 0} for held in whole.final)
@@ -195,7 +195,7 @@ TWO_ROOTS = "chunks come from ranks 0 and 1"
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (_of("all-reduce", [[0], [0]], [{0: (0, 1, 1)}] * 2), "must contain what rank 1 contributes more than once"),
+        (_of("all-reduce", [[0], [0]], [{0: (0, 1, 1)}] * 2), "must contain the contribution of rank 1 more than once"),
         (_of("reduce-scatter", [[0], [0]], [{0: (0, 1)}, {}]), "rank 1 need not end with any chunk"),
         (_of("broadcast", [[0], [0]], [{0: (0,)}, {0: (1,)}]), UNLIKE_ORIGINS),
         (_of("broadcast", [[0], [0]], [{}, {}]), UNLIKE_ORIGINS),

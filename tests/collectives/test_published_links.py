@@ -92,7 +92,7 @@ def test_links_between_hosts(device: str, words: str, link: str, gigabytes: floa
 def test_what_says_nothing_is_one_sentence() -> None:
     row = EMPTY | {"gpu": "new", "intra_link": "fast", "inter_link": "fast"}
     refused("row x: gpu 'new' with link 'fast' is unknown; give a device such as V100", inside_link, row, 2)
-    refused("row x: nominal_inter_GBps_per_gpu is empty and inter_link 'fast' says no speed", network_link, row, 2)
+    refused("row x: nominal_inter_GBps_per_gpu is empty and inter_link 'fast' has no speed", network_link, row, 2)
     assert inside_link(row, 1).name == "PCIe"  # A host of one device uses no link inside
 
 

@@ -126,7 +126,7 @@ def a_block_sees_every_document(rank: int) -> Patch:
     return around(decoder, "causal_mask", wrong) if rank else nothing()
 
 
-@fault("pp=2", first=r"sample blocks.1\[2\]", cause="the batch is right, and .* of what this block gets")
+@fault("pp=2", first=r"sample blocks.1\[2\]", cause="the batch is right, and .* elements of this block.s part")
 def a_later_stage_counts_positions_from_one(rank: int) -> Patch:
     def wrong(own: Any, embedding: Any, positions: Tensor, *given: Any) -> Any:
         return own(embedding, positions + 1, *given)

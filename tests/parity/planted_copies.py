@@ -127,7 +127,7 @@ def a_tied_copy_misses_every_second_update(rank: int) -> Patch:
     "dp=2 zero=1",
     "pp=2",
     first="parameter .*, step 2",
-    cause="was not updated: it keeps the value of before",
+    cause="was not updated: it keeps its earlier value",
     recipe="bf16",
 )
 def restored_masters_are_not_cast(rank: int) -> Patch:
@@ -138,7 +138,7 @@ def restored_masters_are_not_cast(rank: int) -> Patch:
     "dp=2 zero=0",
     "tp=2",
     first="state master/.*, step 3",
-    cause="rank 0.* and rank 1.* hold different values",
+    cause="rank 0.* and rank 1.* hold copies that should be equal",
     recipe="bf16",
 )
 def a_master_drifts_on_one_rank(rank: int) -> Patch:
@@ -152,7 +152,7 @@ def a_master_drifts_on_one_rank(rank: int) -> Patch:
 
 
 @fault(
-    "dp=2 zero=0", first="parameter .*, step 3", cause="what belongs 1 element before the rounded master", recipe="bf16"
+    "dp=2 zero=0", first="parameter .*, step 3", cause="the slice 1 element before the rounded master", recipe="bf16"
 )
 def copies_are_one_element_off(rank: int) -> Patch:
     def wrong(own: Any, flat: FlatParameters, *given: Any) -> None:

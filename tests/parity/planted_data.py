@@ -38,7 +38,7 @@ def a_rank_leaves_out_the_last_batch_of_an_evaluation(rank: int) -> Patch:
     "dp=3 zero=0",
     "dp=2 zero=2",
     first=GRADIENT,
-    cause="own gradient of rank 1 is wrong: it is what it was in the step before",
+    cause="local gradient of rank 1 is wrong: it is its value in the step before",
 )
 def a_rank_adds_its_share_of_the_step_before(rank: int) -> Patch:
     kept: dict[int, Tensor] = {}

@@ -144,7 +144,7 @@ def a_block_is_computed_by_two_stages(rank: int) -> Patch:
 # --- what crosses borders -----------------------------------------------------------------------------------------
 
 BORDER = r"activation gradient blocks\.0, step 1$"
-SENT_BACK = r"of what stage 1 sends back to stage 0"
+SENT_BACK = r"sent back by stage 1 to stage 0"
 
 
 @fault(PP, first=BORDER, cause=rf"^it is 0 throughout, {SENT_BACK}, in micro-batch 2 alone$")

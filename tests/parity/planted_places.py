@@ -22,7 +22,7 @@ def ranks_have_different_initial_values(rank: int) -> Patch:
     )
 
 
-@fault("dp=2 zero=3", first="starting parameter .*", cause="what belongs at element")
+@fault("dp=2 zero=3", first="starting parameter .*", cause="the slice at element")
 def pieces_are_stored_at_the_place_of_each_other(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         class Mirrored:

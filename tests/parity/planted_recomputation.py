@@ -16,7 +16,7 @@ FULL = ("memory.recompute=full",)
 NORMED = (*FULL, "model={factory='train.trainable_user_models:NormedBlocks'}")
 AVERAGED = (*FULL, "model={factory='train.trainable_user_models:AveragedBlocks'}")
 MASK = "backward computes the forward again and gets another random mask block 1 dropout 1 again"
-TWICE = "is changed by backward, which computes the forward again: it counts what the forward has counted"
+TWICE = "is changed by backward, which computes the forward again: it repeats the counting of the forward"
 STALE = "computes the forward again with another buffer: buffer blocks.1.mean"
 
 

@@ -26,7 +26,7 @@ from parity.planted_sums import not_done
 TP, SP, HYBRID = "tp=2", "tp=2 sp=true", "tp=2 dp=2 zero=2"
 RANK = r"\d \(tp \d( of dp \d)?\)"
 SUMMAND = rf"^each rank has a summand of it: the sum over ranks {RANK} and {RANK} is missing$"
-REGION = "^all tensors before it are right: of {} ranks split {}"
+REGION = "^all tensors before it are right: in {} ranks split {}"
 ATTENTION, FFN = (rf"activation blocks\.0\.{layer}, step {{}}$" for layer in (r"attention\.output", r"ffn\.down"))
 GPT2_LIKE = ("model.norm=layer", "model.positions=learned", "model.bias=true", "model.gated=false", "model.kv_heads=4")
 
@@ -125,7 +125,7 @@ def every_rank_adds_the_bias(rank: int) -> Patch:
     return _row_outputs(lambda output, split, layer: output + (split.group.world - 1) * layer.bias.detach())
 
 
-@fault(TP, HYBRID, first=ATTENTION.format(1), cause="^it differs as much as what is computed in bfloat16 does$")
+@fault(TP, HYBRID, first=ATTENTION.format(1), cause="^it differs as much as a computation in bfloat16$")
 def summands_are_rounded_to_bfloat16(rank: int) -> Patch:
     def rounded(own: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
         return own(x if is_in_backward() else x.bfloat16().to(x.dtype), *rest, **options)
@@ -133,12 +133,12 @@ def summands_are_rounded_to_bfloat16(rank: int) -> Patch:
     return around(linear, "start_reduction", rounded)
 
 
-@fault(SP, first=ATTENTION.format(1), cause=rf"^it is what rank {RANK} should have$")
+@fault(SP, first=ATTENTION.format(1), cause=rf"^it is the part of rank {RANK}$")
 def pieces_of_a_sum_go_to_the_wrong_ranks(rank: int) -> Patch:
     return around(linear, "unflatten_parts", lambda own, *a: own(*a) if is_in_backward() else own(*a).flip(0))
 
 
-@fault(SP, first=r"activation blocks\.0\.attention_norm, step 1$", cause=rf"^it is what rank {RANK} should have$")
+@fault(SP, first=r"activation blocks\.0\.attention_norm, step 1$", cause=rf"^it is the part of rank {RANK}$")
 def ranks_take_the_pieces_of_each_other(rank: int) -> Patch:
     def wrong(x: Tensor, dim: int, group: Any) -> Tensor:
         return boundary_functions.unflatten_parts(x, dim, group)[group.world - 1 - group.rank].clone()
@@ -235,7 +235,7 @@ def dropout_is_equal_on_all_shards(rank: int) -> Patch:
 @fault(
     TP,
     first=r"activation blocks\.0\.out, step 1$",
-    cause=r"^all tensors before it are right: of blocks\.0 ranks split .*, blocks\.0\.heads = 2$",
+    cause=r"^all tensors before it are right: in blocks\.0 ranks split .*, blocks\.0\.heads = 2$",
     settings=("model={factory='parity.split_module:Attention'}",),
 )
 def a_split_attribute_is_forgotten(rank: int) -> Patch:

@@ -21,22 +21,22 @@ def _times(factor: float) -> Patch:
     return changed(GradientBuffer, "zero_missing", lambda _, buffer, number: buffer.bucket(number).mul_(factor))
 
 
-@fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="own gradient of rank 1 is wrong: it is -1 times")
+@fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="local gradient of rank 1 is wrong: it is -1 times")
 def a_rank_has_the_wrong_sign(rank: int) -> Patch:
     return _times(-1.0) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="own gradient of rank 1 is wrong: it is 2 times")
+@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="local gradient of rank 1 is wrong: it is 2 times")
 def a_rank_counts_twice(rank: int) -> Patch:
     return _times(2.0) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="own gradient of rank 0 is wrong: it is 0 throughout")
+@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="local gradient of rank 0 is wrong: it is 0 throughout")
 def a_rank_gives_nothing(rank: int) -> Patch:
     return _times(0.0) if rank == 0 else nothing()
 
 
-COPIES = "hold different values of what should be one copy"
+COPIES = "hold copies that should be equal, but differ"
 
 
 @fault("dp=2 zero=0", "dp=3 zero=0", first="state master/.*", cause=f"ranks? 0.* and rank 1 {COPIES}")
@@ -81,7 +81,7 @@ def a_server_hears_of_nobody(rank: int) -> Patch:
 @fault(
     "dp=4 zero=3 secondary_group=2",
     first="used parameter backward/blocks.*",
-    cause="it is what it was in the step before",
+    cause="it is its value in the step before",
 )
 def second_copies_are_of_the_step_before(rank: int) -> Patch:
     def wrong(own: Any, communicator: Any, action: Any, unit_id: int, *given: Any, **options: Any) -> Any:

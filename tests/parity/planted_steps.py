@@ -123,7 +123,7 @@ def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
     return changed(engine, "sum_scalars", lambda summed, values, *_: [values[0].item(), *summed[1:]])
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="of what rank . has alone")
+@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="that of rank . alone")
 def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
     return changed(engine, "sum_scalars", lambda summed, values, *_: [summed[0], values[1].item(), *summed[2:]])
 
@@ -162,7 +162,7 @@ def _restored_without(moment: str) -> Patch:
     return changed(TrainingState, "restore", wrong)
 
 
-@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
+@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="its earlier value is missing")
 def moments_are_not_restored(rank: int) -> Patch:
     return _restored_without("exp_avg")
 
@@ -170,7 +170,7 @@ def moments_are_not_restored(rank: int) -> Patch:
 SGD, BUFFER = ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"), "state momentum_buffer/"
 
 
-@fault("dp=2 zero=1", "dp=3 zero=3", first=f"{BUFFER}.*, step 2", cause="it was before is missing", settings=SGD)
+@fault("dp=2 zero=1", "dp=3 zero=3", first=f"{BUFFER}.*, step 2", cause="its earlier value is missing", settings=SGD)
 def momentum_is_not_restored(rank: int) -> Patch:
     return _restored_without("momentum_buffer")
 
@@ -211,7 +211,7 @@ def a_number_is_not_finite(rank: int) -> Patch:
     return changed(BucketedDataParallel, "local_gradients", spoil)
 
 
-@fault("dp=2 zero=0", first="sample targets", cause="what tokens should be")
+@fault("dp=2 zero=0", first="sample targets", cause="the value of tokens")
 def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
     return changed(BatchLoader, "batch", lambda batch, *_: replace(batch, targets=batch.tokens)) if rank else nothing()
 

@@ -67,7 +67,7 @@ def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
     return around_action("all_reduce", call=not_done)
 
 
-@fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed while it was summed")
+@fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed during the sum")
 def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
     def wrong(_: Any, communicator: Any, *given: Any, **options: Any) -> Any:
         return api.all_reduce(given[-1], communicator.mesh.shard_group, async_op=True)
@@ -108,7 +108,7 @@ def what_others_updated_is_not_gathered(rank: int) -> Patch:
     "dp=2 zero=0 microbatches=2",
     "dp=2 zero=1 microbatches=2",
     first=GRADIENT,
-    cause=f"own gradient of ranks 0 and 1 is wrong: it {LEAVES_OUT} micro-batch 0",
+    cause=f"local gradient of ranks 0 and 1 is wrong: it {LEAVES_OUT} micro-batch 0",
 )
 def only_the_last_microbatch_counts(rank: int) -> Patch:
     return changed(GradientBuffer, "begin_backward", lambda _, buffer: buffer.begin_step())
@@ -151,7 +151,7 @@ def stage_3_forgets_its_replicas(rank: int) -> Patch:
     "dp=2 zero=1",
     "dp=2 zero=0",
     first=GRADIENT,
-    cause="own gradient of ranks 0 and 1 is wrong: it was rounded to float32",
+    cause="local gradient of ranks 0 and 1 is wrong: it was rounded to float32",
 )
 def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
@@ -164,7 +164,7 @@ def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     "dp=2 zero=0",
     "dp=2 zero=1",
     first=GRADIENT,
-    cause="own gradient of ranks 0 and 1 is wrong: it is what belongs 1 element before",
+    cause="local gradient of ranks 0 and 1 is wrong: it is the slice 1 element before",
 )
 def a_gradient_lands_next_to_its_place(rank: int) -> Patch:
     def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
@@ -173,7 +173,7 @@ def a_gradient_lands_next_to_its_place(rank: int) -> Patch:
     return changed(GradientBuffer, "zero_missing", wrong)
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first="used parameter forward/.*", cause="it is what it was in the step before")
+@fault("dp=2 zero=1", "dp=3 zero=2", first="used parameter forward/.*", cause="it is its value in the step before")
 def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> Patch:
     """The gather is waited for after backward."""
 
@@ -211,6 +211,6 @@ def the_norm_counts_every_replica(rank: int) -> Patch:
     return changed(ShardedOptimizer, "squared_norm", wrong)
 
 
-@fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="of what rank . has alone")
+@fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="that of rank . alone")
 def shards_of_other_ranks_are_left_out_of_the_norm(rank: int) -> Patch:
     return changed(ShardedOptimizer, "squared_norm", lambda square, _: square * (rank == 0))

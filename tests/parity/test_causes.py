@@ -28,7 +28,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 SHARES = [Share(rank, part, drawn(30, seed=2 * rank + part), 40.0 + rank) for rank in range(4) for part in range(2)]
 TOTAL = torch.stack([share.value for share in SHARES]).sum(0)
-BEFORE = {"what it was in the step before": drawn(30, seed=99)}
+BEFORE = {"its value in the step before": drawn(30, seed=99)}
 SUM = Mismatch(TOTAL, TOTAL, 1, SIZES, contributions=SHARES, alternatives=BEFORE)
 
 
@@ -63,8 +63,8 @@ def means(case: Mismatch) -> Tensor:
         (without(2, 0), "it leaves out the contribution of micro-batch 0 of rank 2"),
         (TOTAL + own(3), "it has the contribution of rank 3 twice"),
         (means(SUM), "contributions of ranks are divided by their own count of targets"),
-        (drawn(30, seed=99), "it is what it was in the step before"),
-        (TOTAL + 0.25 * drawn(30, seed=99), "it has 1/4 times what it was in the step before too much"),
+        (drawn(30, seed=99), "it is its value in the step before"),
+        (TOTAL + 0.25 * drawn(30, seed=99), "it has 1/4 times its value in the step before too much"),
         (TOTAL.float().double(), "it was rounded to float32"),
         (TOTAL.bfloat16().double(), "it was rounded to bfloat16"),
         (torch.where(torch.arange(30) == 4, torch.nan, TOTAL), "1 of its 30 elements are not finite"),
@@ -136,7 +136,7 @@ OTHER_COLUMN = torch.where(torch.arange(32) == 3, drawn(26, 1, seed=1), SQUARE).
             "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch",
         ),
         (Mismatch(NUMBER - 5.5, NUMBER, contributions=NUMBERS), "it leaves out the contribution of rank 1"),
-        (Mismatch(LATE, WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), "it is what belongs at element 59 of w"),
+        (Mismatch(LATE, WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), "it is the slice at element 59 of w"),
         (Mismatch(drawn(40, seed=7), WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), ""),
         (Mismatch(OTHER_COLUMN, SQUARE.flatten(), 0, SIZES, source_tensors={"w": SQUARE}), ""),
     ],
@@ -157,7 +157,7 @@ def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], sai
 def test_what_is_as_far_off_as_rounding() -> None:
     expected, noise = drawn(200), drawn(200, seed=1)
     rounded = Mismatch(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
-    assert "as much as what is computed in bfloat16" in explained(rounded)
+    assert "as much as a computation in bfloat16" in explained(rounded)
     smooth = expected * (1 + 1e-3 * torch.linspace(0.9, 1, 200, dtype=torch.float64))
     assert explained(Mismatch(smooth, expected, 0, SIZES)) == ""
     assert explained(Mismatch(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
@@ -194,7 +194,7 @@ def test_small_coefficients_are_not_missing() -> None:
 def test_sgd_and_adam_without_a_first_moment() -> None:
     momentum = OptimizerSettings(name="sgd", momentum=0.9, weight_decay=0.0)
     wrong = momentum.model_copy(update={"momentum": 0.45})
-    assert updated("momentum_buffer", wrong, momentum).startswith("what it was before counts 1/2 times")
+    assert updated("momentum_buffer", wrong, momentum).startswith("its earlier value counts 1/2 times")
     plain = OptimizerSettings(betas=(0.0, 0.95))
     assert "not finite" not in updated("exp_avg", OptimizerSettings(betas=(0.9, 0.95)), plain)
 

@@ -100,4 +100,4 @@ def test_copies_have_the_same_bits(layout: str, ranks: tuple[str, str]) -> None:
     assert compare_with_reference(reference, records, plan)[0].is_rounding
     records[-1] = [records[-1][0]._replace(digest=8)]
     (found,) = compare_with_reference(reference, records, plan)
-    assert found.reason == f"rank {ranks[0]} and rank {ranks[1]} hold different values of what should be one copy"
+    assert found.reason == f"rank {ranks[0]} and rank {ranks[1]} hold copies that should be equal, but differ"

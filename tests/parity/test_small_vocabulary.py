@@ -202,11 +202,11 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
 FLOAT16_FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "rounded before they are scaled": (
         *(loss, "_blockwise_loss", with_errors_in_float16),
-        "gradient of the entries that are no target (loss fused, one device), in float16",
+        "gradient of the entries that are not targets (loss fused, one device), in float16",
     ),
     "scaled after": (
         *(loss, "_write_errors", with_late_scale),
-        "gradient of the entries that are no target (loss from logits, 2 ranks), in float16",
+        "gradient of the entries that are not targets (loss from logits, 2 ranks), in float16",
     ),
 }
 

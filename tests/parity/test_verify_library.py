@@ -99,7 +99,7 @@ def test_the_cause_is_found_in_a_module_that_recomputes_blocks() -> None:
     ("layouts", "batches", "said"),
     [
         (["dp=5"], batch, "data.batch_sequences = 12 cannot be cut evenly over 5 ranks"),
-        (["dp=2 data=parameter_server"], batch, "servers are processes of a job"),
+        (["dp=2 data=parameter_server"], batch, "motet.verify starts no server processes"),
         ([], batch, "layouts = []; give a list of at least one"),
         ("zero=1", batch, "layouts = 'zero=1'; give a list"),
         (["zero=1"], lambda step: (torch.zeros(3, 2), torch.zeros(4)), "have {'0': 3, '1': 4} rows"),
@@ -116,10 +116,10 @@ def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"grads": torch.zeros(1)}, "your step gives 'grads'"),
-        ({}, "your step gives nothing"),
+        ({"grads": torch.zeros(1)}, "your step returns 'grads'"),
+        ({}, "your step returns nothing"),
         ({"gradient.inner.weights": torch.zeros(1)}, "has no gradient inner.weights; there are inner."),
-        ({"gradient.inner.weight": None}, "your step gives gradient.inner.weight = None"),
+        ({"gradient.inner.weight": None}, "your step returns gradient.inner.weight = None"),
     ],
 )
 def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
@@ -143,7 +143,7 @@ def test_what_a_loss_may_not_be(wrong: Any, said: str) -> None:
 
 def test_a_module_that_is_given_twice() -> None:
     same = model()
-    refused("model_fn gives the same module again", motet.verify, lambda: same, ["zero=1"], batch, loss=loss)
+    refused("model_fn returns the same module again", motet.verify, lambda: same, ["zero=1"], batch, loss=loss)
 
 
 def test_batches_that_are_others_when_asked_for_again() -> None:
@@ -153,7 +153,7 @@ def test_batches_that_are_others_when_asked_for_again() -> None:
     generator = torch.Generator()
     report = motet.verify(model, ["zero=1"], unseeded, loss=loss)
     assert not report.ok
-    assert "it is given other samples when it asks for the same step again" in (report.verdicts[0].cause or "")
+    assert "it gets other samples for the same step" in (report.verdicts[0].cause or "")
 
 
 class Odd(nn.Module):

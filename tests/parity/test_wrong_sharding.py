@@ -86,5 +86,5 @@ def test_an_activation_that_does_not_lie_as_claimed_is_found(ranks: Ranks) -> No
 def test_a_copy_on_a_tensor_parallel_rank_is_named_by_its_coordinates(ranks: Ranks) -> None:
     verdict = verified(ranks, SHARDING, *HYBRID, plant=a_copy_drifts)
     assert verdict.rank == 3 and (verdict.first_difference or "").startswith("state master/"), verdict
-    place = r"rank 3 (tp 1 of dp 1) hold different values of what should be one copy"
+    place = r"rank 3 (tp 1 of dp 1) hold copies that should be equal, but differ"
     assert place in (verdict.cause or "") and "on rank 3 (tp 1 of dp 1):" in str(verdict), verdict

@@ -195,8 +195,8 @@ def test_no_torch_is_loaded() -> None:
             "--cluster cpu --gpus 16",
             "--gpus 16 needs 2 hosts, but cluster cpu has no section [between]; give 8 or fewer",
         ),
-        ("--cluster tpu-v4 --gpus 100", "--gpus 100 is no multiple of the 64 devices of a host of cluster tpu-v4"),
-        ("--gpus 12", "--gpus 12 is no multiple of the 8 devices of a host of cluster h100; give 8 or 16"),
+        ("--cluster tpu-v4 --gpus 100", "--gpus 100 is not a multiple of the 64 devices of a host of cluster tpu-v4"),
+        ("--gpus 12", "--gpus 12 is not a multiple of the 8 devices of a host of cluster h100; give 8 or 16"),
         ("--cluster h10", "no cluster 'h10'"),
         ("--layout tp=3", "dp = 5 x tp = 3 x cp = 1 x pp = 1 = 15, but --gpus 16"),
         ("--layout dp=16,tp=1", "layout"),
@@ -254,7 +254,7 @@ def write_cluster(tmp_path: Path, device: str, *parts: str) -> str:
 def test_a_cluster_file(tmp_path: Path) -> None:
     path = write_cluster(tmp_path, "H100-SXM5-80GB")
     assert load_planned_cluster(path, 8).devices_per_host == 4
-    for wanted, message in ((16, "--gpus 16 is more than the 8 devices"), (6, "--gpus 6 is no multiple of the 4")):
+    for wanted, message in ((16, "--gpus 16 is more than the 8 devices"), (6, "--gpus 6 is not a multiple of the 4")):
         with pytest.raises(InputError, match=message):
             load_planned_cluster(path, wanted)
 
@@ -302,7 +302,7 @@ def test_a_cluster_file_describes_a_device(tmp_path: Path) -> None:
             "[between] gives each device 1e+13 byte/s, out of the range",
         ),
         ("H100", (INSIDE, BETWEEN.replace("nics = 4", "nics = 3")), "nics = 3 cannot be shared evenly by 4 devices"),
-        ("H100", (INSIDE + 'vendor = { link = "X" }\n', BETWEEN), "vendor.link = 'X' is no class of links"),
+        ("H100", (INSIDE + 'vendor = { link = "X" }\n', BETWEEN), "vendor.link = 'X' is not a class of links"),
         ("H100", (SHEET.replace("2e12", "2e8"), INSIDE, BETWEEN), "FLOP for each byte of memory"),
     ],
 )

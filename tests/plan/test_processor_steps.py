@@ -62,7 +62,7 @@ def test_collectives_take_the_steps_of_the_programs_that_ranks_execute(tmp_path:
 def test_ranks_that_share_cores_wait_for_each_other(tmp_path: Path) -> None:
     times = cluster(tmp_path, 4).step_times
     rates: DeviceRates = times.rates
-    shared = [rates.of_ranks(*pair) for pair in ((1, 1), (2, 2), (4, 4), (4, 1))]
+    shared = [rates.for_ranks(*pair) for pair in ((1, 1), (2, 2), (4, 4), (4, 1))]
     assert [80e9 / each.product_flops["float32"] for each in shared] == [1.0, 1.25, 2.5, 1.25]
     assert [30e9 / each.attention_backward_flops["flash-2"] for each in shared] == [1.0, 1.25, 2.5, 1.25]
     assert [20e9 / each.memory_Bps for each in shared] == [1.0, 1.5, 3.0, 1.5]
@@ -182,7 +182,7 @@ def test_a_processor_with_another_datasheet_stays_a_processor(tmp_path: Path) ->
     for described in (planned(datasheet={"memory_bytes": 64e9}), planned(device="X", datasheet=sheet, rates=RATES)):
         assert described.is_processor and isinstance(described.step_times.costs, ProgramCosts)
     assert not planned(device="X", datasheet=sheet).is_processor
-    with pytest.raises(InputError, match=r"\[rates\] are those of processors, and device = 'H100' is none"):
+    with pytest.raises(InputError, match=r"\[rates\] with device = 'H100': only processors have measured rates"):
         planned(device="H100", gamma_s_per_byte=0.0, rates=RATES)
 
 

@@ -170,7 +170,7 @@ def test_messages_between_stages_are_one_micro_batch() -> None:
 
 def test_an_update_reads_and_writes_all_states() -> None:
     """Master and two moments in float32 read and written, a gradient read twice, a parameter of 2 bytes written."""
-    memory_Bps = TIMES.rates.of_ranks(64, 64).memory_Bps  # noqa: N806 - a unit
+    memory_Bps = TIMES.rates.for_ranks(64, 64).memory_Bps  # noqa: N806 - a unit
     for sizes, held in (({"zero": 0}, WHOLE), ({"zero": 1}, WHOLE / 64), ({"zero": 3, "shard_group": 8}, WHOLE / 8)):
         step = PlannedStep(MODEL, 2048, 256, **sized(dp=64, **sizes), stack=MEGATRON)
         each = (3 * 2 + 2) * 4 + 2

@@ -77,7 +77,7 @@ def test_only_fp16_has_a_scaler() -> None:
             ["precision.recipe=fp16", "precision.loss_scale=8", "precision.loss_scale_growth_steps=3"],
             "precision.loss_scale_growth_steps = 3 has no effect with precision.loss_scale = 8",
         ),
-        (["precision.recipe=fp16", "precision.loss_scale_initial=3"], "must be a power of two"),
+        (["precision.recipe=fp16", "precision.loss_scale_initial=3"], "is not a power of two"),
         (["precision.recipe=fp16", "precision.reduce_dtype=float16"], "precision.reduce_dtype"),
     ],
 )

@@ -50,7 +50,7 @@ def test_tf32_elsewhere_computes_in_float32_and_says_so(monkeypatch: pytest.Monk
 
 
 def test_a_gpu_is_not_emulated() -> None:
-    with pytest.raises(InputError, match=r"run.device is cuda.*; leave precision.emulate out, or set run.device=cpu"):
+    with pytest.raises(InputError, match=r"run.device = cuda.*; leave precision.emulate out, or set run.device=cpu"):
         precision_numerics(EMULATED, GPU)
 
 

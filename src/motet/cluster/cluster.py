@@ -51,7 +51,7 @@ class SwitchLevel:
     name: str
     groups: tuple[int, ...]  # For each rank, the switch that it is under
     switch: NetworkLink | None = None  # Crossed by messages that turn round at this switch; None if it is ideal
-    uplink: NetworkLink | None = None  # In each direction, to and from the layer above; None if it is ideal
+    uplink: NetworkLink | None = None  # Link in each direction, to and from the layer above; None if it is ideal
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def uniform_cluster(
     return Cluster("uniform", ranks, 1, SwitchTree(ranks, port), with_origin(gamma_s_per_byte))
 
 
-_MOST_FLOP_PER_BYTE = 1e5  # Of the memory; the table's devices have up to 2000
+_MOST_FLOP_PER_BYTE = 1e5  # FLOP for each byte of memory traffic; the table's devices have up to 2000
 _NEEDED_FLOPS = ("bfloat16", "float16", "float32")
 
 
@@ -245,7 +245,7 @@ def device_of_cluster(settings: ClusterSettings) -> DeviceSpec:
     known = match_device(settings.device)
     device = _with_numbers(known or _new_device(settings.device, sheet), sheet)
     if known and replace(device, power_W=known.power_W, price_per_hour=known.price_per_hour) != known:
-        # Errors of published steps are those of the table's device, which this is no longer
+        # Errors of published steps are those of the table's device, not of this one
         device = replace(device, name=f"{known.name} of the cluster file")
     names = ", ".join(GENERATIONS)
     check_input(
@@ -263,7 +263,7 @@ def device_of_cluster(settings: ClusterSettings) -> DeviceSpec:
 
 
 def _new_device(name: str, sheet: DatasheetSettings) -> DeviceSpec:
-    """A device that the table does not have, from the numbers without which nothing can be planned."""
+    """A device that the table does not have, from the numbers that planning needs."""
     flops = _peak_flops(sheet.flops)
     missing = [key for key in ("memory_bytes", "bandwidth_Bps") if getattr(sheet, key) is None]
     missing += [] if any(dtype in flops for dtype in _NEEDED_FLOPS) else ["flops.bfloat16"]
@@ -359,7 +359,7 @@ def _resize_torus(values: dict[str, Any], dims: list[int], source: str) -> None:
             values |= {section: {**network, "dims": dims}, size: prod(dims)}
             return
     remedy = "give --hosts, or hosts= in Python"
-    raise InputError(f"{source}: dims = {dims} is for a torus, and this cluster has none; {remedy}")
+    raise InputError(f"{source}: dims = {dims} resizes a torus, and this cluster has none; {remedy}")
 
 
 MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes about a kilobyte here
@@ -452,7 +452,7 @@ def _reduce_s_per_byte(settings: cluster_settings.ClusterSettings) -> HardwareNu
         return settings.gamma_s_per_byte.with_origin
     if device is None:
         raise InputError(
-            f"device = {settings.device!r} is not in the table of devices, so gamma_s_per_byte must be given, or the "
-            "section [datasheet]; three bytes of memory traffic for each byte are a fair guess"
+            f"device = {settings.device!r} is not in the table of devices; give gamma_s_per_byte, or the section "
+            "[datasheet]; three bytes of memory traffic for each byte are a fair guess"
         )
     return with_origin(3 / device.bandwidth_Bps.value)  # two are read, one is written

@@ -2,7 +2,7 @@
 
 `alpha_s` is the one-way start-up of a message and `bandwidth_Bps` the speed of a link in one direction. A quantity is
 `{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed. Limits are far from existing
-hardware, and keep times within what can be computed and drawn.
+hardware, and keep times in a range that can be computed and drawn.
 
 A directed link of a cluster, and its load if flows are hashed onto its parallel paths.
 
@@ -27,7 +27,7 @@ class _QuantitySettings(FrozenSettings):
     value: float
     origin: Origin = "assumed"
     source: str = ""
-    """Who measured the number, or on what ground it is assumed."""
+    """The source of the measurement, or the ground of the assumption."""
 
     @property
     def with_origin(self) -> HardwareNumberWithOrigin:
@@ -113,7 +113,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class VendorLinkSettings(FrozenSettings):
-    """How NCCL or RCCL uses the links of a network, for the planner; by default the class of the device's links."""
+    """The use of a network's links by NCCL or RCCL, for the planner; by default the class of the device's links."""
 
     link: str = ""
     """A class of links, such as `NVLink4`, `PCIe`, `RDMA`, `EFA` or `Socket`."""
@@ -306,7 +306,7 @@ class NetworkLink:
     def __post_init__(self) -> None:
         bandwidth, alpha = self.bandwidth_Bps.value, self.alpha_s.value
         check_input(bandwidth > 0, f"a link with bandwidth_Bps = {bandwidth} carries nothing; give more than 0")
-        check_input(alpha >= 0, f"a link with alpha_s = {alpha} starts before it is asked; give 0 or more")
+        check_input(alpha >= 0, f"a link with alpha_s = {alpha} has a negative start-up; give 0 or more")
         check_input(self.hashed_paths >= 1, f"a link cannot have {self.hashed_paths} paths; give 1 or more")
 
     def imbalance(self, flows: int) -> float:

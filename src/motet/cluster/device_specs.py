@@ -172,7 +172,7 @@ class DeviceName(NamedTuple):
 
 
 def parse_device_name(name: str) -> DeviceName:
-    """Find the words of a name. Of several sizes the last counts."""
+    """Find the words of a name. The last of several sizes counts."""
     text = re.sub(r"([0-9]+) +(gi?b|w)\b", r"\1\2", re.sub(r"[^0-9a-z.]+", " ", name.lower()))
     model, form, gigabytes, watts = "", "", None, None
     for word in _SPLIT.sub(" ", text).split():
@@ -192,7 +192,7 @@ def is_same_model(asked: str, model: str) -> bool:
     return asked in (model, model.removeprefix("rtx"), model.removeprefix("tpu"))
 
 
-UNKNOWN_GENERATION = "other"  # Of a device that the table does not have
+UNKNOWN_GENERATION = "other"  # Generation of a device that the table does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class HardwareNumberWithOrigin:
 
     value: float
     origin: Origin
-    source: str = ""  # Who measured it, or on what ground it is assumed
+    source: str = ""  # The origin of a measurement, or the ground of an assumption
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +212,12 @@ class DeviceSpec:
     peak_flops: Mapping[str, HardwareNumberWithOrigin]
     memory_bytes: HardwareNumberWithOrigin
     bandwidth_Bps: HardwareNumberWithOrigin  # noqa: N815 - a unit
-    usable_share: HardwareNumberWithOrigin  # Of the memory, for a process
+    usable_share: HardwareNumberWithOrigin  # Share of the memory for a process
     power_W: HardwareNumberWithOrigin | None = None  # noqa: N815 - a unit; the limit, without the host
     price_per_hour: HardwareNumberWithOrigin | None = None  # USD
     link: str = "PCIe"  # The class of the links inside of a host
     link_Bps: HardwareNumberWithOrigin | None = None  # noqa: N815 - a unit; in one direction
-    units: int = 1  # That compute tiles of a product, each its own: streaming multiprocessors, compute units
+    units: int = 1  # Units that each compute tiles of a product: streaming multiprocessors, compute units
     generation: str = UNKNOWN_GENERATION
 
     @property

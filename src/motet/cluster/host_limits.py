@@ -49,7 +49,7 @@ def read_or_empty(path: Path) -> str:
 
 
 def usable_cores(cgroup_root: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE) -> int:
-    """At least 1. A container with a quota of 2.5 cores has 2, since a third thread would only wait."""
+    """Cores, at least 1. A container with a quota of 2.5 cores has 2, since a third thread would only wait."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (quota for cgroup in cgroup_folders("cpu", cgroup_root, own_cgroup_file) for quota in _quota_of(cgroup))
@@ -65,7 +65,7 @@ def _quota_of(group: Path) -> list[float]:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
-_FREE_BYTES = 8  # The place of `fordblks` in what mallinfo2 returns
+_FREE_BYTES = 8  # The place of `fordblks` in the result of mallinfo2
 
 
 def keep_freed_memory(up_to_bytes: int = 32 << 20) -> bool:
@@ -84,7 +84,7 @@ def keep_freed_memory(up_to_bytes: int = 32 << 20) -> bool:
 
 
 def free_heap_bytes() -> int:
-    """Bytes that the process has freed and malloc can give again without asking the kernel; 0 if it does not say."""
+    """Bytes that the process has freed and malloc can give again without asking the kernel; 0 if unknown."""
     library = _glibc()
     if library is None or not hasattr(library, "mallinfo2"):
         return 0
@@ -110,15 +110,15 @@ class MemoryLimit(NamedTuple):
 
     name: str  # With a verb: `this machine has`
     total_bytes: int
-    is_shared: bool  # By all ranks of the machine
-    process_bytes: int = TORCH_PROCESS_BYTES  # What each process takes of it besides the model, at least
+    is_shared: bool  # Shared by all ranks of the machine
+    process_bytes: int = TORCH_PROCESS_BYTES  # Least bytes that each process takes of it besides the model
 
 
 def read_memory_limits(
     held_bytes: int | None = None, *, cgroup_root: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE
 ) -> Iterator[MemoryLimit]:
-    """The limits of ranks. Before they run (None), each takes at least what torch does; afterwards this process is one,
-    and takes what it uses now, besides `held_bytes` of its model."""
+    """The limits of ranks. Before they run (None), each takes at least torch's memory; afterwards this process is one,
+    and takes the memory that it uses now, besides `held_bytes` of its model."""
     yield MemoryLimit("this machine has", psutil.virtual_memory().total, is_shared=True)
     for cgroup in cgroup_folders("memory", cgroup_root, own_cgroup_file):
         for name in ("memory.max", "memory.limit_in_bytes"):

@@ -121,11 +121,11 @@ _PRODUCTS = ((1024, 256, 768), (1024, 768, 256), (256, 1024, 768), (512, 512, 10
 _NARROW_PRODUCTS = tuple((rows // 8, inner, columns) for rows, inner, columns in _PRODUCTS)
 _MOST_EDGE = 512.0
 _ATTENTION = (4, 4, 256)  # Rows, heads, tokens
-_FEATURES = (32, 128)  # Of a head
+_FEATURES = (32, 128)  # Features of a head
 _ATTENTION_KERNELS = "attention", "attention and backward"
 _STREAMED = 1 << 19  # Elements of an activation
 _LAUNCHES = 200
-_BACKWARD_FLOPS = 2.5  # Of attention, over those of its forward: scores are computed again
+_BACKWARD_FLOPS = 2.5  # FLOPs of a backward of attention over its forward: scores are computed again
 
 _Sizes = tuple[tuple[int, int, int], ...]  # Rows, inner dimension, columns
 

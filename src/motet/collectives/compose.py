@@ -13,7 +13,7 @@ from motet.core.errors import check_input
 
 
 def check_root(root: int, ranks: int, name: str = "root") -> None:
-    check_input(0 <= root < ranks, f"{name} {root}: with {ranks} ranks it is one of 0 to {ranks - 1}")
+    check_input(0 <= root < ranks, f"{name} {root}: give 0 to {ranks - 1}, one of the {ranks} ranks")
 
 
 def collective_program(

@@ -55,7 +55,7 @@ class ProgramJson(_StrictJsonModel):
 
 
 def read_program_record(text: str | bytes | Mapping[str, Any], source: str) -> ProgramJson:
-    """The record, if it describes a Program at all; the proof says whether the Program is right."""
+    """The record, if it describes a Program; the proof says whether the Program is right."""
     encoded = _to_bytes(text, source)
     try:
         record = ProgramJson.model_validate_json(encoded)
@@ -80,7 +80,7 @@ def _to_bytes(record: str | bytes | Mapping[str, Any], source: str) -> bytes:
                 return record.removeprefix(BOM_UTF8)
     except (TypeError, ValueError) as error:  # values that JSON cannot hold, or half of a surrogate pair
         raise InputError(f"{source}: {error}; docs/reference/program.md lists the fields") from None
-    raise InputError(f"{source}: {record!r} is no Program; give its JSON as text, as bytes or as a mapping")
+    raise InputError(f"{source}: {record!r} is not a Program; give its JSON as text, as bytes or as a mapping")
 
 
 def _repeated_keys(text: bytes) -> Iterator[str]:
@@ -106,9 +106,9 @@ def _size_problems(record: ProgramJson) -> Iterator[str]:
     entries = len(record.initial), len(record.final)
     bad_count = record.collective == "all-to-all" and chunks != ranks**2
     problems = {
-        f"ranks {ranks}, ports {record.ports}: both are at least 1": ranks < 1 or record.ports < 1,
-        f"chunks {chunks}: there are {len(sizes)} sizes, and at least 1 chunk": chunks < 1 or chunks != len(sizes),
-        "sizes: none may be negative, and not all 0": min(sizes, default=0) < 0 or not total,
+        f"ranks {ranks}, ports {record.ports}: give at least 1 of each": ranks < 1 or record.ports < 1,
+        f"chunks {chunks} with {len(sizes)} sizes; give 1 or more, a size for each": chunks < 1 or chunks != len(sizes),
+        "sizes: one is negative, or all are 0; give relative sizes": min(sizes, default=0) < 0 or not total,
         "sizes: together they are more than 2^60; they are relative, so give smaller ones": total > _MAX_TOTAL_SIZE,
         f"{name!r}: collective and algorithm are names, of one line without control characters": not name.isprintable(),
         f"initial and final have {entries[0]} and {entries[1]} entries for {ranks} ranks": entries != (ranks, ranks),
@@ -129,7 +129,7 @@ def _bad_buffers(record: ProgramJson) -> Iterator[str]:
         repeated = (chunk for chunk, following in pairwise(sorted(start)) if chunk == following)
         yield from (f"initial[{rank}] names chunk {chunk} twice" for chunk in repeated)
     if not any(record.sizes[chunk] for chunk in chain.from_iterable(held_chunks)):
-        yield "no rank holds anything, or must in the end: S, what sizes are relative to, would be 0"
+        yield "no rank holds a chunk with a size: S, the unit of sizes, would be 0"
 
 
 def _bad_transfers(record: ProgramJson) -> Iterator[str]:
@@ -137,9 +137,9 @@ def _bad_transfers(record: ProgramJson) -> Iterator[str]:
     for index, t in ((index, t) for index, step in enumerate(record.steps) for t in step):
         first, last = t.chunk
         if not (0 <= t.src <= last_rank and 0 <= t.dst <= last_rank) or t.src == t.dst:
-            yield f"step {index}: from rank {t.src} to {t.dst}; they are two different ones of 0 to {last_rank}"
+            yield f"step {index}: from rank {t.src} to {t.dst}; give two different ranks of 0 to {last_rank}"
         if not 0 <= first <= last <= last_chunk:
-            yield f"step {index}: chunks {first} to {last}; they go up from 0 to at most {last_chunk}"
+            yield f"step {index}: chunks {first} to {last}; give an ascending range within 0 to {last_chunk}"
 
 
 TransferOp = Literal["copy", "reduce"]

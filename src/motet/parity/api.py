@@ -45,7 +45,7 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Every layout computes what one device does."""
+        """Whether every layout computes the same as one device."""
         return all(verdict.ok for verdict in self.verdicts)
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
         layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     )
     settings = parse_layout(with_default_ranks(text, ranks))
-    needs_job = f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`"
+    needs_job = f"layout {text!r}: motet.verify starts no server processes; use `motet verify JOB --layout ...`"
     check_input(not settings.uses_server_processes, needs_job)
     check_compositions({"layout": settings})
     world, name = settings.dims.ranks, text

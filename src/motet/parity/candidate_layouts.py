@@ -25,11 +25,11 @@ FLAT_ZERO_LAYOUTS = (
 ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_shard_numel=100", "zero=3 microbatches=2")
 TENSOR_PARALLEL_LAYOUTS = ("tp=2", "tp=2 sp=true", "tp=2 dp=2 zero=2", "tp=2 sp=true dp=2 zero=3")
 PIPELINE_LAYOUTS = ("pp=2", "pp=2 dp=2 zero=1", "pp=2 chunks=2 schedule=zb-v", "pp=2 tp=2")
-MICROBATCHES_PER_RANK = 2  # Of a pipeline whose layout does not say how many there are
+MICROBATCHES_PER_RANK = 2  # Default for a pipeline whose layout sets no count
 SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
-OVERRIDABLE_SECTIONS = ("communication",)  # Sections of a job that a layout may set, with that of the layout
+OVERRIDABLE_SECTIONS = ("communication",)  # Sections of a job that a layout may set besides the layout
 
 
 def layouts_up_to(ranks: int) -> list[str]:
@@ -104,7 +104,7 @@ class CandidateLayout:
 
 
 def make_candidate(job: Job, layout: str) -> CandidateLayout:
-    """The job with a layout; raise if the layout sets what has no effect, or what changes numbers by design."""
+    """The job with a layout; raise for settings without effect, or that change numbers by design."""
     overrides = [word if word.startswith(OVERRIDABLE_SECTIONS) else f"layout.{word}" for word in layout.split()]
     source = f"layout {layout!r}"
     for word in overrides:
@@ -118,8 +118,8 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
     server = layout_settings.server
     check_input(
         not layout_settings.uses_server_processes or server.mode == "sync",
-        f"{source}: with layout.server.mode = {server.mode!r} gradients are of other parameters than on one device, "
-        "so numbers differ by design; verify server.mode=sync",
+        f"{source}: layout.server.mode = {server.mode!r} computes gradients with other parameters than one device, so "
+        "numbers differ by design; verify server.mode=sync",
     )
     update: dict[str, object] = {
         "server": server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})

@@ -1,9 +1,9 @@
 """The head and the table with all entries of a large vocabulary, split over ranks, against plain operations of PyTorch.
 
-The small job of a verification has few entries. Mistakes that need many of them, such as a number of an entry that is
-kept in 16 bits, or tiny errors that are rounded before they are scaled, are looked for here: with few tokens and narrow
-vectors, the lookup, both losses and all gradients of ranks that are threads of this process, in float64 and in the
-dtype in which the job computes. Training uses the same shards, lookup and losses.
+The small job of a verification has few entries. This module looks for mistakes that need many of them, such as a number
+of an entry that is kept in 16 bits, or tiny errors that are rounded before they are scaled. With few tokens and narrow
+vectors, it checks the lookup, both losses and all gradients of ranks that are threads of this process, in float64 and
+in the dtype in which the job computes. Training uses the same shards, lookup and losses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,16 +28,16 @@ from motet.parity.rank_threads import RankThreads
 from motet.parity.record.record_verification_steps import SINGLE_RANK_GROUP, single_thread
 
 TOKENS, WIDTH = 32, 8
-MAX_ENTRIES = 1 << 19  # Of a larger vocabulary, as many that leave the same padding
+MAX_ENTRIES = 1 << 19  # A larger vocabulary is cut to a number that leaves the same padding
 BLOCK_ROWS = 8  # Rows whose logits the fused loss holds together; so it goes through several blocks
 PADDING_VALUE = 3.0  # Padding takes no part, whatever its values
-DTYPE_MARGIN = 4.0  # Ranks may be as many times as far from float64 as one device in the same dtype is
-DTYPE_ROUNDINGS = 2.0  # One device may be as many machine epsilons of its dtype away from float64 (measured: 0.6)
+DTYPE_MARGIN = 4.0  # Ranks may be this many times as far from float64 as one device in the same dtype
+DTYPE_ROUNDINGS = 2.0  # One device may be this many machine epsilons of its dtype away from float64 (measured: 0.6)
 MANY_ENTRIES = 1 << 18  # With them probabilities are far below the smallest normal number of float16
-HEAD_SIZE = 0.1  # Of the weights and the bias of the head: no entry is much likelier than others
-FLOAT16_SCALE = 2.0**10  # Of the loss in backward
-UNLIKELY = "gradient of the entries that are no target"
-MAX_ENDS = 8  # Ranks at the ends of whose entries there are ids
+HEAD_SIZE = 0.1  # Scale of the head's weights and bias: no entry is much likelier than others
+FLOAT16_SCALE = 2.0**10  # Loss scale in backward
+UNLIKELY = "gradient of the entries that are not targets"
+MAX_ENDS = 8  # Ranks, at most, whose last and next entries are among the ids
 SPLIT_TENSORS = ("table", "head", "bias")
 LossPath = Literal["fused", "from logits"]
 LOSS_PATHS: tuple[LossPath, ...] = get_args(LossPath)
@@ -45,26 +45,26 @@ LOSS_PATHS: tuple[LossPath, ...] = get_args(LossPath)
 
 @dataclass(frozen=True)
 class HeadVerdict:
-    """Whether ranks that split all entries compute what one device does."""
+    """Whether ranks that split all entries compute the same as one device."""
 
     entries: int
     ranks: int
     ok: bool
-    worst_relative: float  # In float64
+    worst_relative: float  # Largest relative error in float64
     worst_tensor: str
     cause: str | None = None
     seconds: float = 0.0
-    exit_code: int = ReplicaMismatchError.exit_code  # Of the command, if the verdict is not ok
+    exit_code: int = ReplicaMismatchError.exit_code  # The command's, if the verdict is not ok
 
     def as_json(self) -> dict[str, Any]:
         """All fields but the exit code."""
         return {name: value for name, value in asdict(self).items() if name != "exit_code"}
 
     def __str__(self) -> str:
-        what = f"head of {self.entries:,} entries on {f'tp={self.ranks}' if self.ranks > 1 else 'one device'}"
+        description = f"head of {self.entries:,} entries on {f'tp={self.ranks}' if self.ranks > 1 else 'one device'}"
         if self.ok:
-            return f"same   {what}: worst {self.worst_relative:.1e}, {self.worst_tensor} ({self.seconds:.1f} s)"
-        return f"WRONG  {what}: {self.cause} ({self.seconds:.1f} s)"
+            return f"same   {description}: worst {self.worst_relative:.1e}, {self.worst_tensor} ({self.seconds:.1f} s)"
+        return f"WRONG  {description}: {self.cause} ({self.seconds:.1f} s)"
 
 
 def verify_full_head(entries: int, ranks: int, dtype: torch.dtype) -> HeadVerdict:
@@ -82,7 +82,7 @@ def verify_full_head(entries: int, ranks: int, dtype: torch.dtype) -> HeadVerdic
 
 
 class _HeadDifference(NamedTuple):
-    """How far a tensor is from plain operations in float64."""
+    """A tensor's distance from plain operations in float64."""
 
     name: str
     dtype: torch.dtype
@@ -116,7 +116,7 @@ class _FullHead:
 
     @staticmethod
     def random(entries: int, ranks: int, dtype: torch.dtype) -> "_FullHead":
-        """Random values; ids and targets at which the entries of a rank, or a number of bits, end, and others."""
+        """Random values; some ids and targets lie at the ends of ranks' entries, or at powers of two."""
         generator, share = torch.Generator().manual_seed(0), -(-entries // ranks)
         shapes = {name: (entries,) if name == "bias" else (entries, WIDTH) for name in SPLIT_TENSORS}
         values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -144,7 +144,7 @@ class _FullHead:
                 where = f"(loss {path}, {f'{world} ranks' if world > 1 else 'one device'})"
                 try:
                     computed = self._on_ranks(world, path)
-                except Exception as error:  # noqa: BLE001  # whatever a wrong shard runs into
+                except Exception as error:  # noqa: BLE001  # a wrong shard may raise anything
                     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                     yield _HeadDifference(f"the loss {where}", dtype, inf, rounding, reason)
                     return
@@ -157,7 +157,7 @@ class _FullHead:
     def _expected(self) -> dict[str, Tensor]:
         """The loss and its gradients by plain operations in float64, a few rows after another.
 
-        Logits have the values that they have in the dtype: their rounding is no mistake, and is larger than others.
+        Logits have the values that they have in the dtype: their rounding is not a mistake, and exceeds other errors.
         """
         table, head, bias = (self.tensors[name].double().requires_grad_() for name in SPLIT_TENSORS)
         losses, vectors, grad_vectors = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -179,7 +179,7 @@ class _FullHead:
         return self._with_unlikely({**results, "gradient of the vectors": torch.cat(grad_vectors), **gradients})
 
     def _with_unlikely(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The results, and the gradients of entries whose errors are tiny, which are nothing in the norm of all."""
+        """The results, and the gradients of non-target entries, whose tiny errors vanish in the norm of all."""
         return {**results, UNLIKELY: results["gradient of the head"].index_fill(0, self.targets, 0.0)}
 
     def _on_ranks(self, ranks: int, path: LossPath) -> dict[str, Tensor]:
@@ -190,14 +190,14 @@ class _FullHead:
         for name in SPLIT_TENSORS:
             key = f"gradient of the {name}"
             joined[key] = torch.zeros_like(self.tensors[name], dtype=torch.float64)
-            for rank, of_rank in enumerate(results):
-                _join(joined[key], of_rank[key], _shard(self.tensors[name], ranks, rank))
+            for rank, rank_results in enumerate(results):
+                _join(joined[key], rank_results[key], _shard(self.tensors[name], ranks, rank))
         return self._with_unlikely(joined)
 
 
 @dataclass(frozen=True)
 class _RankOfHead:
-    """A rank that has some of the entries."""
+    """A rank that holds some of the entries."""
 
     full: _FullHead
     threads: RankThreads
@@ -274,7 +274,7 @@ def _shard(tensor: Tensor, ranks: int, rank: int) -> ShardSpec:
 
 
 def _join(total: Tensor, local: Tensor, spec: ShardSpec) -> None:
-    """Add the elements of a rank to a tensor in place; padding, which should be zero, to all of it."""
+    """Add a rank's elements to a tensor in place; add padding, which should be zero, to every element."""
     is_padding = torch.ones(local.numel(), dtype=torch.bool)
     for box, elements in spec.boxes(0, local.numel()):
         part = _narrow(total, box)

@@ -1,4 +1,4 @@
-"""The verdict on a layout: whether it computes what one device does, and if not, where and why it differs first."""
+"""The verdict on a layout: whether it computes the same as one device, and if not, its first difference and why."""
 
 import math
 import re
@@ -28,22 +28,22 @@ class LayoutVerdict:
 
     layout: str
     ok: bool
-    worst_relative: float  # Up to and with the step that differs first
+    worst_relative: float  # Largest difference up to and including the first step that differs
     worst_tensor: str
     first_difference: str | None = None  # The first tensor that differs, in the order of execution
     rank: int | None = None  # The rank whose part differs most; None: all ranks together
     cause: str | None = None
     seconds: float = 0.0
-    worst_z: float | None = None  # In the job's own precision; None: not compared
+    worst_z: float | None = None  # Largest z-score in the job's own precision; None: not compared
     worst_z_tensor: str | None = None
-    recipe: str = ""  # Of that precision
-    worst_bound: float = 0.0  # What `worst_relative` may be
+    recipe: str = ""  # Recipe of that precision
+    worst_bound: float = 0.0  # Largest `worst_relative` allowed
     activations: int = 0  # Outputs of modules and their gradients on one device
     noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone changes too much
     unplaced: tuple[str, ...] = ()  # Tensors whose rows and shards nothing shows; not compared
-    coordinates: str = ""  # Of the rank, in other dimensions than those of data parallelism too
+    coordinates: str = ""  # The rank's coordinates, unless all dimensions are those of data parallelism
     failed: bool = False  # The ranks failed, for the reason in `cause`; nothing is known of their numbers
-    exit_code: int = ReplicaMismatchError.exit_code  # Of the command, if the verdict is not ok
+    exit_code: int = ReplicaMismatchError.exit_code  # The command's, if the verdict is not ok
 
     def as_json(self) -> dict[str, Any]:
         """All fields but the exit code; numbers that are not finite are null."""
@@ -97,7 +97,7 @@ def verify_recorded_steps(
 
 
 def name_coordinates(text: str, dims: ParallelDims) -> str:
-    """A sentence in which each rank is followed by its coordinates, if data parallelism is not all there is."""
+    """Add each rank's coordinates to a sentence, unless all dimensions are those of data parallelism."""
     number = re.compile(r"\d+")
 
     def name_each(ranks: re.Match[str]) -> str:
@@ -133,7 +133,7 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
 def add_saved_bytes(
     verdict: LayoutVerdict, recorded: Mapping[RecordedStepKey, RecordsByRank], dims: ParallelDims
 ) -> LayoutVerdict:
-    """A layout whose numbers are right may keep more for backward than its recomputation allows."""
+    """Fail a layout with right numbers that keeps more for backward than its recomputation allows."""
     at = next((at for at in recorded if at.phase == RESUMED), None)
     by_rank = enumerate(recorded[at]) if at else ()
     excess = next(((rank, r) for rank, records in by_rank for r in records if r.kind == "saved bytes"), None)
@@ -146,7 +146,7 @@ def add_saved_bytes(
 
 
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
-    """A layout that is right in float64 may be wrong in the precision of the job."""
+    """Fail a layout that is right in float64 but wrong in the precision of the job."""
     if (worst := native.worst) is not None:
         recipe = native.native.subject.job.precision.recipe
         verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key), recipe=recipe)
@@ -164,7 +164,7 @@ def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> L
 def add_overflow_decisions(
     verdict: LayoutVerdict, records_by_rank: RecordsByRank, dims: ParallelDims, *, is_dynamic: bool
 ) -> LayoutVerdict:
-    """Ranks may disagree on whether a step in float16 is skipped, or compute with the scale of the loss."""
+    """Fail a layout whose ranks disagree on skipping a float16 step, or keep the scale of the loss in their numbers."""
     mistake = find_loss_scale_mistake(records_by_rank, is_dynamic=is_dynamic)
     if mistake is None:
         return verdict
@@ -178,14 +178,14 @@ def failed_verdict(layout: str, reason: str, exit_code: int) -> LayoutVerdict:
 
 
 def self_difference_verdict(layout: str, step: int, difference: TensorDifference) -> LayoutVerdict:
-    """No layout can be compared with one device that differs from itself."""
+    """The verdict on one device that differs from itself, with which no layout can be compared."""
     first = DifferenceAtStep(RecordedStepKey("of one device, from its own checkpoint", step), difference)
     if difference.key.kind == "sample":
-        reason = "it is given other samples when it asks for the same step again: give each step another seed"
+        reason = "it gets other samples for the same step: give each step another seed"
     elif difference.key.kind in ("starting parameter", "state", "buffer"):
-        reason = "its checkpoint is not what it was; fix that first"
+        reason = "its checkpoint has changed; fix that first"
     else:
-        reason = "what it computes is not finite, or not the same when it is computed twice; fix that first"
+        reason = "its results are not finite, or differ between two runs; fix that first"
     return make_verdict(layout, Comparison(first, first, ()), f"one device itself does not do the step again: {reason}")
 
 

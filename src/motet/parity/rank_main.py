@@ -1,4 +1,4 @@
-"""The ranks of a verification: the same processes do all layouts, since to start processes takes seconds."""
+"""The ranks of a verification: the same processes do all layouts, since starting processes takes seconds."""
 
 import time
 from dataclasses import replace
@@ -19,7 +19,7 @@ from motet.train.launch.run_folder import read_stored_job
 
 
 def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, *layouts: str) -> int:
-    """Do the layouts on this rank, those of one number of ranks in one process group."""
+    """Run the layouts on this rank; layouts with the same number of ranks share a process group."""
     stop.exit_on_sigterm()
     torch.set_num_threads(1)
     job, path = read_stored_job(Path(folder)), Path(folder)
@@ -28,7 +28,7 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
         if rank_env.rank >= world:  # Not a rank of these layouts
             continue
         indexed = list(group_of_layouts)
-        shardings = dict[str, ModelSharding]()  # Every rank of this group has them; others look for one together
+        shardings = dict[str, ModelSharding]()  # Known to all ranks of this group, which look for others together
         previous = recording.RecordFolder(path, indexed[0][0] - 1, 1)
         while previous.layout_index >= 0 and not previous.is_done():  # It may take longer than a group's timeout
             time.sleep(0.1)

@@ -1,6 +1,6 @@
-"""Ranks as threads of this process: for a computation that is too small for processes.
+"""Ranks as threads of this process, for computations that are too small for processes.
 
-Rank processes forked from this one, so that they have the caller's functions, wherever these were defined.
+Rank processes are forked from this one, so that they have the caller's functions, wherever these were defined.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ class RankThreads:
         self._tensors = [torch.empty(0)] * ranks
 
     def run(self, function: Callable[[int], _Result]) -> list[_Result]:
-        """The results of the function, called with each rank; raises what the first rank that fails raises."""
+        """The results of the function, called with each rank; raises the error of the first rank that fails."""
 
         def call(rank: int) -> _Result:
             try:
@@ -66,7 +66,7 @@ class RankThreads:
 
 
 TIMEOUT_S = 1800.0
-GRACE_S = 20.0  # For ranks that wait for one that has failed
+GRACE_S = 20.0  # Time for ranks that wait for a failed one
 GroupFunction = Callable[[RankGroup], None]
 
 
@@ -105,7 +105,7 @@ class ForkedRankPool:
 def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterator[ForkedRankPool]:
     """Fork processes that call the functions by name."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
-    check_input(can_fork, f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux")
+    check_input(can_fork, f"verify: {sys.platform} cannot fork this process into ranks; use Linux")
     context = multiprocessing.get_context("fork")
     workers: list[tuple[BaseProcess, Connection]] = []
     try:
@@ -128,7 +128,7 @@ def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], pa
     exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C, and ends this process
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # Of stage 3; nothing writes to the view
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # Stage 3; nothing writes to the view
     while True:
         name, rank_env = pipe.recv()
         try:

@@ -2,8 +2,8 @@
 
 A small vocabulary in place of a large one, and data that fit it.
 
-What a vocabulary costs grows with its entries, and hardly any mistake of a layout needs many of them. Mistakes
-that do are looked for in the head alone, by `full_vocabulary`.
+The cost of a vocabulary grows with its entries, and hardly any mistake of a layout needs many of them.
+`full_vocabulary` looks for the mistakes that do, in the head alone.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ from motet.train.job import Job, job_from_tree
 from motet.train.launch.entry_points import LogFunction
 
 MAX_LAYERS, MAX_TOKENS = 2, 32
-LARGEST_OWN_SIZE = 16_000_000  # Parameters of a module that is verified at its own size
+LARGEST_OWN_SIZE = 16_000_000  # A module with at most this many parameters is verified at its full size
 DEGREE = 4  # Ranks that divide a small size if and only if they divide the large one
 SMALL_BUCKET_MIB = 0.5  # A small model then has several buckets, too
 HF_PREFIX = "hf:"
@@ -104,9 +104,9 @@ def _parameters(model: UserModuleSettings) -> int:
     return sum(parameter.numel() for parameter in build_on_meta(model, torch.float32).module.parameters())
 
 
-KEPT_ENTRIES = 8192  # At most; a job with as many is verified with its vocabulary
-SMALL_ENTRIES = 512  # At least: 256 bytes, all special tokens and some merges
-TEXT_BYTES = 64 << 20  # At most; to tokenise a larger corpus again takes longer than all the rest
+KEPT_ENTRIES = 8192  # A job with at most this many is verified with its vocabulary
+SMALL_ENTRIES = 512  # Fewest entries: 256 bytes, all special tokens and some merges
+TEXT_BYTES = 64 << 20  # Largest corpus that is tokenised again; a larger one would take longer than all the rest
 SMALL_TEXT, SMALL_CLASSIFICATION = "stdlib", "synthetic:majority"
 ENTRIES_KEY = "vocab_size"
 
@@ -116,8 +116,8 @@ class SmallVocabularyJob:
     """A job, with a small vocabulary if its own was large."""
 
     job: Job
-    full_entries: int | None = None  # Of the large vocabulary; None: it was small
-    degree: int = DEGREE  # As for `make_small_job`
+    full_entries: int | None = None  # Entries of the large vocabulary; None: it was small
+    degree: int = DEGREE  # Same as in `make_small_job`
 
 
 def with_small_vocabulary(job: Job, tensor_ranks: Collection[int], log: LogFunction) -> SmallVocabularyJob:
@@ -137,7 +137,7 @@ def with_small_vocabulary(job: Job, tensor_ranks: Collection[int], log: LogFunct
 
 
 def vocabulary_entries(job: Job) -> int | None:
-    """The entries of the job's vocabulary; None if its settings do not say."""
+    """The entries of the job's vocabulary; None if its settings do not state their number."""
     entries = _entry_arguments(job.model).get(ENTRIES_KEY)
     return entries if type(entries) is int else None
 

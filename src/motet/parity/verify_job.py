@@ -54,19 +54,19 @@ from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_r
 STEPS = 3
 NATIVE_LOSS_SCALE = 2048  # In fp16: the losses of a small batch do not overflow with it
 POLL_S = 0.1
-MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; a single layout may need more
+MIN_ROWS, MAX_ROWS = 8, 64  # Limits on the rows of a batch; a single layout may need more
 VerdictCallback = Callable[[LayoutVerdict], None]
 STDERR_FD = 2
 
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """A small job, and the layouts that should compute what one device does."""
+    """A small job, and the layouts that should compute the same as one device."""
 
-    job: Job  # In float64
+    job: Job  # The job in float64
     candidates: Sequence[CandidateLayout]
-    native_job: Job  # In the job's own precision
-    entries: int | None = None  # Of the job's vocabulary, which the small job may not have; None: unknown
+    native_job: Job  # The job in its own precision
+    entries: int | None = None  # Entries of the job's vocabulary, which the small job may not have; None: unknown
 
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:
@@ -81,7 +81,7 @@ def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) 
 def _make_candidates(job: Job, layouts: Sequence[str]) -> list[CandidateLayout]:
     check_input(
         job.outer.every is None,
-        f"outer.every = {job.outer.every}: independent replicas do not compute what one device does; leave it "
+        f"outer.every = {job.outer.every}: independent replicas compute other numbers than one device; leave it "
         "out, and verify the layout of each replica",
     )
     return [make_candidate(job, layout) for layout in layouts]
@@ -117,7 +117,7 @@ def _group_by_size(candidates: Sequence[CandidateLayout]) -> Iterator[list[Candi
 
 
 def _make_plan(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
-    """A small job whose batch all layouts can split evenly, or none can if they need not."""
+    """A small job whose batch all layouts split evenly, plus a row that none divides if the job is reproducible."""
     job = small.job
     rows = _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible)
     blocks = max(candidate.blocks for candidate in candidates)
@@ -137,8 +137,8 @@ def _make_plan(small: SmallVocabularyJob, candidates: Sequence[CandidateLayout])
 
 
 def _without_overflow(settings: PrecisionSettings) -> PrecisionSettings:
-    """The settings with a small scale of the loss, which does not grow: the few steps that are compared would end while
-    a large one still looks for a scale without overflow, and gradients that are not finite are equal to nothing."""
+    """The settings with a small, constant loss scale: a large one would still be searched for when the few compared
+    steps end, and gradients that are not finite equal nothing."""
     is_dynamic = settings.recipe == "fp16" and settings.loss_scale == "dynamic"
     update = {"loss_scale_initial": NATIVE_LOSS_SCALE, "loss_scale_growth_steps": 2000}
     return settings.model_copy(update=update) if is_dynamic else settings
@@ -153,7 +153,7 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
 def verify_full_heads(
     plans: Sequence[VerificationPlan], *, log: LogFunction, on_verdict: Callable[[HeadVerdict], None]
 ) -> None:
-    """Report on the head with many entries: those of the job, or more. In 16 bits mistakes need no ranks."""
+    """Report on heads with the job's entries, or more. In 16 bits one device may be wrong, too."""
     cases = dict.fromkeys(
         (plan.entries, each.tensor_ranks, getattr(torch, plan.native_job.precision.resolved.compute))
         for plan in plans
@@ -183,16 +183,16 @@ def verify_job_layouts(
                 on_verdict(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
             return
         native = None
-        of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
-        of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
+        rank_candidates = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
+        server_candidates = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
             own_folder, placements = folder / recording.NATIVE_FOLDER, runs.step_references[0].row_placements
             subject = JobVerificationSubject(_store_job(plan.native_job, own_folder))
             native = precision.run_native_reference(subject, own_folder, placements)
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
-        _RankLayoutVerifier(runs, native, environment, log, on_verdict).verify_all(of_ranks)
+        _RankLayoutVerifier(runs, native, environment, log, on_verdict).verify_all(rank_candidates)
         servers = ParameterServerVerifier(plan.job, runs, environment)
-        for candidate in of_servers:
+        for candidate in server_candidates:
             start_s = perf_counter()
             on_verdict(replace(servers.verdict(candidate), seconds=perf_counter() - start_s))
 
@@ -215,7 +215,7 @@ class _RankLayoutVerifier:
     environment: Mapping[str, str]
     log: LogFunction
     report: VerdictCallback
-    # By number of micro-batches, and how ranks split the model.
+    # The spreads of each number of micro-batches and split of the model.
     spreads: dict[tuple[int, str], list[precision.SummationOrderSpread]] = field(default_factory=dict)
 
     def verify_all(self, remaining: list[CandidateLayout]) -> None:
@@ -301,5 +301,5 @@ class _RankLayoutVerifier:
 
 
 def _device_microbatches(candidate: CandidateLayout) -> int:
-    """The micro-batches of one device that adds up the same sums as the layout."""
+    """The number of micro-batches with which one device adds up the same sums as the layout."""
     return candidate.job.layout_for(candidate.world).sharding.reproducible_batch_size or candidate.microbatches

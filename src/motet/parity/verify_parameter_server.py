@@ -46,7 +46,7 @@ class ParameterServerVerifier:
         """Train, then compare metrics, moments and parameters after each step."""
         records_by_step, exit_status = _train_and_record(candidate.job, candidate.world, self.environment)
         if exit_status.message:
-            reason = f"{exit_status.message} (of the job made small)"
+            reason = f"{exit_status.message} (of the small job)"
             return failed_verdict(candidate.layout, reason, exit_status.exit_code)
         recorded = {RecordedStepKey("of a whole run", step): [each] for step, each in enumerate(records_by_step)}
         comparison = compare_recorded_steps(self._run_references, recorded)
@@ -59,7 +59,7 @@ class ParameterServerVerifier:
         """The same run on one device, with the noise of the perturbed references."""
         records_by_step, exit_status = _train_and_record(self.job, 1, self.environment, sketches_shards=False)
         if exit_status.message:
-            raise RankFailedError(f"one device: {exit_status.message} (of the job made small)")
+            raise RankFailedError(f"one device: {exit_status.message} (of the small job)")
         steps = self.reference_runs.trajectory_references
         total = [[r._replace(flops_so_far=steps[0].total_flops) for r in records] for records in records_by_step]
         references = [

@@ -1,6 +1,6 @@
 """Training frameworks as the planner knows them: constants of time and of memory, each with its origin.
 
-How a training framework executes a step: what time and memory depend on besides model, layout and hardware.
+They describe how a framework executes a step: the causes of time and memory besides model, layout and hardware.
 
 Each constant belongs to a framework or a class of kernels, never to a model or a measured run.
 
@@ -40,31 +40,31 @@ CONSTANT_ORIGINS: dict[str, tuple[Origin, str]] = {
 class MemoryConstants:
     """Bytes, shares and habits of a framework."""
 
-    bytes_per_logit: float  # Of the loss: logits, their copies in float32, and gradients
-    fragmentation: float  # Of what is not state, beyond allocated tensors
-    context_bytes: float  # Of the device's context
-    bytes_per_split_logit: float | None = None  # Where tensor parallelism splits logits; `bytes_per_logit` if None
-    bytes_per_saved_logit: float = 4.0  # Of each extra output of multi-token prediction
+    bytes_per_logit: float  # Bytes in the loss: logits, their copies in float32, and gradients
+    fragmentation: float  # Share of memory other than state, beyond allocated tensors
+    context_bytes: float  # Memory of the device's context
+    bytes_per_split_logit: float | None = None  # With logits that tensor parallelism splits; `bytes_per_logit` if None
+    bytes_per_saved_logit: float = 4.0  # The same for each extra output of multi-token prediction
     workspace_bytes: float = 2 * 2**25
     expert_workspace_bytes: float = 0.0
     communicator_bytes: float = 2e8
     bucket_elements: float = 0.0  # Flat copies in which gradients are summed, and parameters gathered
-    live_parameters: float = 0.0  # That stage 3 keeps gathered at most; 0: those of a block and the next
-    shard_copy_bytes: float = 0.0  # For each element that a rank updates, where sums of gradients are in 16 bits
+    live_parameters: float = 0.0  # Most parameters that stage 3 keeps gathered; 0: those of a block and the next
+    shard_copy_bytes: float = 0.0  # Copy of each element that a rank updates, where sums of gradients are in 16 bits
     # Saved tensors that a framework does not keep, by how their name ends
     left_out: tuple[str, ...] = field(default=("ffn.experts.result", "attention.causal_mask"))
     weights_inside_experts: bool = False  # Activations of experts are weighted, not their results
     gradients_twice: bool = False  # Gradients of a backward are kept in the compute dtype next to their sums
-    # What stages of a pipeline keep beyond their inputs. DeepSpeed keeps the parts of outputs that its ranks of tensor
+    # Tensors that pipeline stages keep beyond inputs. DeepSpeed keeps the parts of outputs that its ranks of tensor
     # parallelism send, until their backward, and torch outputs and buffers of gradients of all micro-batches.
-    kept_output_parts: int = 0  # Of each micro-batch in flight
-    kept_outputs: int = 0  # Of each micro-batch of a step
+    kept_output_parts: int = 0  # Parts of each micro-batch in flight
+    kept_outputs: int = 0  # Outputs of each micro-batch of a step
     splits_first_input: bool = True  # Sequence parallelism splits the input of a stage, not only inside of blocks
-    kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # Of selective recomputation
+    kept_products: Literal["all", "every second", "every second, as compiled"] = "all"  # Kept when selective
     keeps_inputs_in_matmul_dtype: bool = False  # Inputs of products, in float8 or float4
     saved_on_host: bool = False  # Inputs of recomputed blocks
-    simulates_kernels: bool = False  # What comes and goes is that of each kernel, as torch runs it
-    forward_work: str = "logits"  # The category of what comes and goes in a forward
+    simulates_kernels: bool = False  # Temporary memory is that of each kernel, as torch runs it
+    forward_work: str = "logits"  # The category of temporary memory in a forward
     backward_work: str = "activation gradients"
 
 
@@ -128,21 +128,21 @@ class SoftwareStack:
     """The properties of a framework."""
 
     name: str
-    # Times that kernels bound by memory read or write what a forward saves, beyond what products read and write.
+    # Times that kernels bound by memory read or write the tensors that a forward saves, beyond the traffic of products.
     elementwise_passes: float
     # `unfused` attention writes scores and probabilities of all pairs of query and key to memory.
     # FlashAttention 1 of 2022, FlashAttention 2 of 2023, or `flash-3`, cuDNN's kernels in Transformer Engine.
     attention: Literal["flash-1", "flash-2", "flash-3", "unfused"] = "flash-2"
-    bytes_per_score: float = 11.6  # Of `unfused` attention, moved for each pair of query and key in a forward
-    bytes_per_logit: float = 14.0  # Moved by a forward of the loss, and again by its backward
+    bytes_per_score: float = 11.6  # Bytes that `unfused` attention moves for each pair of query and key in a forward
+    bytes_per_logit: float = 14.0  # Bytes that a forward of the loss moves, and its backward again
     cast_passes: float = 1.6  # Times that casts to float8 with a scale for a tensor read or write an input of a product
-    block_cast_passes: float = 4.3  # The same of formats with scales of blocks, which are cast in rows and in columns
-    expert_efficiency: float = 0.76  # Of products of experts, which are many and small, over that of other products
-    kernels_per_block: float = 30  # Launched by a forward of one transformer block
-    kernels_of_experts: float = 230  # Launched in addition by a forward of a block with experts
-    kernels_per_expert: float = 21  # Launched in addition for each expert that a rank holds
-    sharded_efficiency: float = 1.0  # Of the bandwidth that gathers of stage 3 could reach
-    block_overhead_s: float = 0.0  # Of a block and micro-batch, each in forward and backward, that nothing hides
+    block_cast_passes: float = 4.3  # The same for formats with scales of blocks, which are cast in rows and in columns
+    expert_efficiency: float = 0.76  # Rate of products of experts, which are many and small, over that of others
+    kernels_per_block: float = 30  # Kernels launched by a forward of one transformer block
+    kernels_of_experts: float = 230  # Kernels launched in addition by a forward of a block with experts
+    kernels_per_expert: float = 21  # Kernels launched in addition for each expert that a rank holds
+    sharded_efficiency: float = 1.0  # Share of the bandwidth that gathers of stage 3 could reach
+    block_overhead_s: float = 0.0  # Exposed time of a block and micro-batch, in forward and in backward
     gathers_per_block: int = 1  # Collectives in which stage 3 gathers the parameters of a block
     hides_data_parallel: bool = True  # Gradients are reduced and parameters gathered while blocks compute
     tensor_parallel_hidden: float = 0.0  # The part of the collectives on activations that products hide
@@ -150,11 +150,11 @@ class SoftwareStack:
     context_parallel_hidden: float = 0.47  # The part of the exchange of keys and values that attention hides
     contention: float = 0.48  # Seconds by which a second of hidden communication slows computation down
     waits_for_kernels: bool = False  # The host launches a kernel when the one before it is done
-    step_overhead_s: float = 0.006  # Of the host, for each step
-    optimizer_passes: float = 1.0  # Times that an update takes as long as reading and writing what it needs
+    step_overhead_s: float = 0.006  # Host time of each step
+    optimizer_passes: float = 1.0  # Time of an update over that of reading and writing its tensors
     pipeline_hidden: bool = True  # Messages between stages travel while the stages compute
     keeps_logits: bool = True  # The loss keeps logits in float32; otherwise output head and loss are fused
-    balances_stages: bool = False  # By the time of blocks, if a layout names no stages
+    balances_stages: bool = False  # Balance is by the time of blocks, if a layout names no stages
     memory: MemoryKind = "megatron"
 
 

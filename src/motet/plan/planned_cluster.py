@@ -1,4 +1,4 @@
-"""The hardware of a plan: devices, how far fast links reach, and what they cost, from a cluster file or a preset.
+"""The hardware of a plan: devices, the reach of fast links, and costs of collectives, from a cluster file or a preset.
 
 The rates that kernels reach on a device: datasheets, and a table of shares by generation.
 
@@ -32,14 +32,14 @@ class GenerationShares:
     """The shares of the datasheet's numbers that kernels reach."""
 
     generation: str
-    products: Mapping[str, float]  # Of very large matrix products by bits of their inputs
-    attention: Mapping[str, float]  # Of fused attention in a forward by kind of kernel, of the peak of 16 bits
+    products: Mapping[str, float]  # Shares of very large matrix products by bits of their inputs
+    attention: Mapping[str, float]  # Shares of fused attention in a forward by kernel, of the peak of 16 bits
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
-    launch_s: float  # Of the host for each kernel, with framework and autograd
+    launch_s: float  # Host time for each kernel, with framework and autograd
     origin: str
-    attention_backward: float = 0.65  # Of the rate in a forward. This and all below: fitted to steps of all generations
+    attention_backward: float = 0.65  # Over the forward's rate. This and all below: fitted to steps of all generations
     early_attention_ramp: float = 400.0  # Tokens at which `flash-1` reaches half of its rate
-    memory: float = 0.84  # Of streaming kernels
+    memory: float = 0.84  # Share for streaming kernels
     head_overhead: float = 95.0  # This and the next two: the constants of DeviceRates with these names
     tile_overhead: float = 145.0
     exposed_memory: float = 0.5
@@ -155,7 +155,7 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
 
 
 def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
-    """The rates of a processor that were measured. A dtype that was not is multiplied like the first one."""
+    """The measured rates of a processor. A dtype without one is multiplied like the first one."""
     first = next(iter(rates.products.values()))
     products = {name: rates.products.get(name, first).value for name in DTYPE_BYTES}
     products |= dict.fromkeys(("float8", "mxfloat8", "float4", "tfloat32"), first.value)
@@ -209,7 +209,7 @@ def _cost(cluster: Cluster, collective: str, group: tuple[int, int], *, is_small
 
 
 _PROCESSORS = "CPU"  # The generation of devices that are processors
-_SLOWEST_LINK = 1e-6  # Of the bandwidth of the memory; a network of 200 Mbit/s between processors has 2e-3
+_SLOWEST_LINK = 1e-6  # Share of the memory's bandwidth; a network of 200 Mbit/s between processors has 2e-3
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class PlannedCluster:
     fabric: FabricSpec
     network: Cluster
     storage_Bps: float  # noqa: N815 - a unit; of a host
-    measured: KernelRatesSettings | None = None  # Of processors
+    measured: KernelRatesSettings | None = None  # Measured rates of processors
 
     @property
     def step_times(self) -> StepTimes:
@@ -254,7 +254,7 @@ def load_planned_cluster(source: str, devices: int, *, option: str = "--gpus") -
     choices = f"{below} or {above}" if below else f"{above}"
     check_input(
         devices < per_host or devices % per_host == 0,
-        f"{option} {devices} is no multiple of the {per_host} devices of a host of cluster {source}; give {choices}",
+        f"{option} {devices} is not a multiple of the {per_host} devices of a host of cluster {source}; give {choices}",
     )
     has_network = settings.between is not None
     is_fixed = source not in presets
@@ -281,7 +281,7 @@ def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> 
     fabric = fabric_of(network)
     check_input(
         settings.rates is None or device.generation in (_PROCESSORS, UNKNOWN_GENERATION),
-        f"[rates] are those of processors, and device = {settings.device!r} is none; leave the section out, or set "
+        f"[rates] with device = {settings.device!r}: only processors have measured rates; leave [rates] out, or set "
         'device = "CPU"',
     )
     if settings.rates is None:

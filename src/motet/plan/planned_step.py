@@ -1,6 +1,6 @@
 """One training step as the planner reads it: a model, a global batch, a layout, a precision and a framework.
 
-A key of caches for objects that are large to compare: it equals a key of the same object alone.
+`SameObject` is a cache key for objects that are costly to compare: it equals only a key of the same object.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,7 @@ class SameObject(Generic[T]):
 
 _EXPERTS = ".experts."
 
-# What backward computes again. `selective` keeps the results of products with weights. The other parts are those of
+# Policies of recomputation. `selective` keeps the results of products with weights. The last ones are those of
 # vendors: `attention` is the core attention alone, `activations` norms and activation functions, `up-projections` the
 # products of latent attention that widen its short vectors.
 Recompute = Literal[
@@ -65,28 +65,28 @@ class PlannedStep:
     recipe: PrecisionRecipe = RECIPES["bf16"]
     matmul: str = "bfloat16"  # The dtype of the inputs of products with weights, such as float8
     stack: SoftwareStack = field(default_factory=lambda: STACKS["motet"])
-    moments: int = 2  # That the optimizer keeps for each parameter
+    moments: int = 2  # Moments that the optimizer keeps for each parameter
     extra_outputs: int = 0  # Tokens after the next that multi-token prediction predicts; time does not count them
     expert_imbalance: float = EXPERT_IMBALANCE  # Tokens of the fullest rank of experts over the mean, for memory
     shards_gradient_sums: bool = False  # Memory has shards of sums, though time counts one reduction in a step
     has_dropout: bool = False  # A framework keeps masks of dropout; motet's own are those of `model`
     source: int = 0  # Tokens of a row that an encoder reads
-    masked_fraction: float | None = None  # Of the tokens, which an encoder predicts
+    masked_fraction: float | None = None  # Fraction of the tokens that an encoder predicts
     packed: bool = False  # Rows hold several documents, which do not see each other
     recompute: Recompute = "none"
-    # Time counts nothing that is compressed.
+    # Predicted times ignore compression.
     communication: CommunicationSettings = field(default_factory=CommunicationSettings)
 
     def __post_init__(self) -> None:
         layout = self.layout
         experts = layout.dp * layout.cp * layout.tp // layout.expert_tp
         message = f"ep = {layout.ep} does not divide the {experts} ranks of data, context and tensor parallelism"
-        check_input(experts % layout.ep == 0, f"{message}; choose a divisor of it")
+        check_input(experts % layout.ep == 0, f"{message}; choose a divisor of {experts}")
         count = self.layout.dp * self.layout.microbatches
         check_input(
             self.global_batch % count == 0,
             f"a global batch of {self.global_batch} rows cannot be cut evenly over dp = {self.layout.dp} x "
-            f"{self.layout.microbatches} micro-batches = {count}; choose a multiple of it",
+            f"{self.layout.microbatches} micro-batches = {count}; choose a multiple of {count}",
         )
 
     @property
@@ -132,7 +132,7 @@ class PlannedStep:
             check_input(
                 len(layout.stages) == count,
                 f"stages of layout {str(layout)!r} are {len(layout.stages)}, but pp = {layout.pp} x chunks = "
-                f"{layout.chunks} are {count}; give as many",
+                f"{layout.chunks} are {count}; give {count}",
             )
             return layout.stages
         return even_stages(self.spec.policy_count, layout.pp * layout.chunks)
@@ -226,7 +226,7 @@ def _stage_specs(model: PlannedModel, degrees: _RankDegrees, ranges: tuple[range
 
 @lru_cache(maxsize=4096)
 def _kinds_of_stages(stages: SameObject[tuple[ModelSpec, ...]]) -> tuple[int, ...]:
-    first = dict[tuple[tuple[str, int, int], ...], int]()  # By name, repetitions and number of parameters of each block
+    first = dict[tuple[tuple[str, int, int], ...], int]()  # Name, repetitions and number of parameters of each block
     return tuple(
         first.setdefault(tuple((b.name, b.repeat, len(b.layer.parameters)) for b in stage.blocks), index)
         for index, stage in enumerate(stages.value)

@@ -66,7 +66,7 @@ def float32_zero(device: torch.device) -> Tensor:
 
 
 def repeatable_float64() -> Callable[[], AbstractContextManager[object]]:
-    """Called before a forward: the context in which recomputation is in float64 if that forward was. PyTorch suspends
+    """The context, made before a forward, in which recomputation is in float64 if that forward was. PyTorch suspends
     modes in `backward`, and a device's thread of autograd has none."""
     mode = next((each for each in active_function_modes() if isinstance(each, _Float32ToFloat64Mode)), None)
 

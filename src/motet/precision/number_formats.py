@@ -1,4 +1,4 @@
-"""The number formats of deep learning, bit by bit: how many bits each has, what it can hold, and how it rounds a value.
+"""The number formats of deep learning, bit by bit: the bits of each, its range, and its rounding of a value.
 
 All arithmetic is exact (fractions), so that a value is rounded once: to nearest, and to the even code between two.
 """
@@ -11,12 +11,12 @@ from typing import Literal
 
 from motet.core.errors import InputError, check_input
 
-MAX_EXPONENT = 400  # Of ten, in a value that is shown; more is beyond every format
+MAX_EXPONENT = 400  # Largest exponent of ten of a shown value; more is beyond every format
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A binary floating-point format. `nan_codes` is which bit patterns are no number."""
+    """A binary floating-point format. `nan_codes` gives the bit patterns that are not numbers."""
 
     name: str
     dtype: str | None  # The name of torch's dtype
@@ -171,11 +171,11 @@ NUMBER_FORMATS: tuple[NumberFormat, ...] = (
 
 
 def parse_exact_value(text: str) -> Fraction | float:
-    """The number that a text says, exactly; nan, inf, and -0 are floats."""
+    """The exact number of a text; nan, inf, and -0 are floats."""
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
-        raise InputError(f"--value {text!r} is no number; give one such as 0.395, 6e-8, inf or nan") from None
+        raise InputError(f"--value {text!r} is not a number; give one such as 0.395, 6e-8, inf or nan") from None
     if not number.is_finite() or number.is_zero():
         return float(number)
     check_input(

@@ -1,4 +1,4 @@
-"""The numerics of a run: what holds for all that a process computes while it trains by a recipe.
+"""The numerics of a run: the context of all that a process computes while it trains by a recipe.
 
 Frozen parameters in the compute dtype of a recipe.
 
@@ -130,7 +130,7 @@ def float32_products(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-_TF32_CAPABILITY = 8  # Of NVIDIA GPUs from Ampere on
+_TF32_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
 
 
 def precision_numerics(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[None]:
@@ -142,7 +142,7 @@ def precision_numerics(settings: PrecisionSettings, device: torch.device) -> Abs
     if settings.emulate:
         check_input(
             device.type == "cpu",
-            f"precision.emulate = true is for processors, but run.device is {device.type}, which multiplies "
+            f"precision.emulate = true with run.device = {device.type}, which multiplies "
             f"{settings.resolved.compute} itself; leave precision.emulate out, or set run.device=cpu",
         )
         return float32_products(getattr(torch, settings.resolved.compute))

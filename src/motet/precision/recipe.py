@@ -1,11 +1,11 @@
 """Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read.
 
-How moments of the optimizer are stored: in a dtype, or as 8-bit codes in blocks of elements that share a scale.
+Moments of the optimizer are stored in a dtype, or as 8-bit codes in blocks of elements that share a scale.
 
 The scale of the mean loss in float16, whose smallest number is 6e-8. Losses are sums over targets, so their backward
 begins with the scale divided by the number of targets, as a power of two: neither rounds. Nothing here imports torch.
 
-The bytes that training keeps for each parameter, by what they hold: they follow from the recipe and the optimizer.
+The bytes that training keeps for each parameter, by kind: they follow from the recipe and the optimizer.
 
 The engine, the memory of a step plan and `motet show precision` read this one description.
 """
@@ -60,7 +60,7 @@ MAX_OVERFLOWS_AT_SMALLEST = 10
 
 def _check_power_of_two(scale: int) -> int:
     if scale & scale - 1:
-        raise PydanticCustomError("power", "must be a power of two, by which nothing is rounded")
+        raise PydanticCustomError("power", "is not a power of two, by which nothing is rounded; give one, such as 1024")
     return scale
 
 
@@ -69,13 +69,13 @@ LossScale = Annotated[int, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE), AfterVali
 
 @dataclass(frozen=True)
 class LossScaler:
-    """A scale, and what decides when it changes; each step makes a new one."""
+    """A scale, and the counts that decide when it changes; each step makes a new one."""
 
     scale: int
     growth_steps: int | None = 2000  # Steps without overflow after which the scale doubles; None: it is static
     good_steps: int = 0  # Steps in a row without overflow at this scale
-    overflows_at_smallest: int = 0  # In a row, at a scale that cannot be halved
-    targets: int = 1  # Of the last step on all ranks, rounded up to a power of two
+    overflows_at_smallest: int = 0  # Overflows in a row at a scale that cannot be halved
+    targets: int = 1  # Targets of the last step on all ranks, rounded up to a power of two
 
     @property
     def backward_scale(self) -> float:
@@ -151,7 +151,7 @@ class PrecisionRecipe:
         return MAX_BLOCK_ELEMENTS if IN_BLOCKS in {self.state, *(d for _, d in self.moment_exceptions)} else 1
 
     def moment_dtype(self, name: str, shape: Sequence[int]) -> str:
-        """How the moments of a parameter are stored: in the dtype of the masters where it cannot be cut into blocks."""
+        """The storage of a parameter's moments: the dtype of the masters where it cannot be cut into blocks."""
         exceptions = (d for patterns, d in self.moment_exceptions if any(fnmatchcase(name, p) for p in patterns))
         dtype = next(exceptions, self.state)
         return self.master if dtype == IN_BLOCKS and not block_elements(shape) else dtype
@@ -180,7 +180,7 @@ class PrecisionSettings(FrozenSettings):
 
     other_names: ClassVar = {"recipe": "bf16 fp16 fp8 amp mixed_precision dtype torch_dtype param_dtype"}
     remedies: ClassVar = {
-        "recipe=*fp8*": "motet does not train in 8 bits; use precision.recipe=bf16, and predict what float8 would save "
+        "recipe=*fp8*": "motet does not train in 8 bits; use precision.recipe=bf16, and predict the saving of float8 "
         "with `motet plan JOB --matmul float8`",
         "recipe=bf*": "write precision.recipe=bf16",
         "recipe=*16*": "write precision.recipe=fp16",
@@ -250,7 +250,7 @@ class ParameterStateBytes:
     parameters: int
     gradients: int
     masters: int
-    moments: float  # With the scales of blocks
+    moments: float  # Includes the scales of blocks
 
     @property
     def total(self) -> float:

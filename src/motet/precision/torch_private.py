@@ -19,10 +19,10 @@ __all__ = [
     "tree_map",
 ]
 
-GROUPED_PRODUCT: Any = torch._grouped_mm  # To which torch.nn.functional.grouped_mm leads
+GROUPED_PRODUCT: Any = torch._grouped_mm  # The kernel behind torch.nn.functional.grouped_mm
 GROUPED_KERNEL: Any = torch.ops.aten._grouped_mm.default
 
-# To which torch.nn.functional.scaled_dot_product_attention leads on a processor
+# The kernels behind torch.nn.functional.scaled_dot_product_attention on a processor
 ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

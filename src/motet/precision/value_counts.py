@@ -1,4 +1,4 @@
-"""Counts of the values of a tensor: by exponent, and by what becomes of them in number formats.
+"""Counts of the values of a tensor: by exponent, and by their loss in number formats.
 
 A row of counts is one tensor of integers, so that the rows of ranks add up exactly, in any order.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Exponents of two that have a count each; the first and the last also count what is beyond them, as float64 may be.
+# Exponents of two that have a count each; the first and the last also count values beyond them, such as float64's.
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -160, 159
 _EXPONENTS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _CHUNK = 1 << 20  # Elements that are counted together, so that little memory is needed
@@ -19,12 +19,12 @@ class LostValues(NamedTuple):
     """The finite values other than zero that a format does not hold as normal numbers."""
 
     vanished: int  # Rounded to zero
-    subnormal: int  # With fewer digits than others
+    subnormal: int  # Held with fewer digits than others
     saturated: int  # Beyond the largest number
 
 
 class ValueCounts(NamedTuple):
-    """A row of counts by what they count."""
+    """A row of counts by name."""
 
     zeros: int
     infinite: int
@@ -34,7 +34,7 @@ class ValueCounts(NamedTuple):
 
 
 def row_length(formats: int) -> int:
-    """The numbers of a row with as many formats."""
+    """The length of a row for a number of formats."""
     return 3 + len(LostValues._fields) * formats + _EXPONENTS
 
 
@@ -64,7 +64,7 @@ def _count_chunk(values: Tensor, formats: Sequence[torch.dtype]) -> Tensor:
 
 
 def counts_of_row(row: Sequence[int]) -> ValueCounts:
-    """The counts of a row by what they count."""
+    """The counts of a row by name."""
     zeros, infinite, nan = row[:3]
     losses = row[3 : len(row) - _EXPONENTS]
     width = len(LostValues._fields)

@@ -102,7 +102,7 @@ def _double_tree_cost(ranks: int, pieces: int = 8) -> AlphaBetaGammaCost:
 
 @algorithm("all-reduce", "double-tree", cost=_double_tree_cost)
 def all_reduce_double_tree(ranks: int, pieces: int = 8) -> Program:
-    """Up and down two complementary binary trees, each with half of the data, in pieces that follow each other."""
+    """Reduce and broadcast over two complementary binary trees, each with half of the data, in successive pieces."""
     check_pieces(pieces, ranks)
     down = _broadcast_down_trees(ranks, pieces)
     return concatenate(reverse(down, "reduce"), down, "all-reduce", "double-tree")

@@ -40,7 +40,7 @@ def _all_gather_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost
 
 @algorithm("all-gather", "hierarchical", cost=_all_gather_cost, supports=is_composite)
 def all_gather_hierarchical(ranks: int, hosts: int | None = None) -> Program:
-    """Around rings of ranks with the same local rank, one in each host, then around a ring in each host."""
+    """All-gather around rings of ranks with the same local rank, one in each host, then around a ring in each host."""
     count, size = hosts_and_ranks_per_host(ranks, hosts)
     rails = [range(local, ranks, size) for local in range(size)]
     across = parallel_steps([steps_on_ranks(all_gather_ring(count), rail, rail) for rail in rails])
@@ -117,7 +117,7 @@ def _sharded_all_to_all_cost(ranks: int, hosts: int | None = None) -> AlphaBetaG
 
 @algorithm("all-to-all", "hierarchical-sharded", cost=_sharded_all_to_all_cost, supports=is_composite)
 def all_to_all_hierarchical_sharded(ranks: int, hosts: int | None = None) -> Program:
-    """Inside each host to the rank with the target's local rank, then between hosts to ranks of the same local rank."""
+    """Send inside each host to the rank with the target's local rank, then between hosts to the same local rank."""
     count, size = hosts_and_ranks_per_host(ranks, hosts)
     inside: list[list[ChunkTransfer]] = [[] for _ in range(1, size)]
     across: list[list[ChunkTransfer]] = [[] for _ in range(1, count)]

@@ -6,7 +6,7 @@ from math import isqrt, prod
 
 from motet.core.errors import InputError, check_input
 
-# On all ranks together: a piece is a few transfers of some hundred bytes on each rank.
+# The most on all ranks together: a piece is a few transfers of some hundred bytes on each rank.
 _MAX_TOTAL_PIECES = 2**18
 
 
@@ -43,8 +43,8 @@ def grid_dims(ranks: int, dims: Sequence[int] | None, axes: int | None) -> tuple
     check_input(axes is None or len(dims) == axes, f"dims {format_dims(dims)}: this algorithm has {axes} dimensions")
     if prod(dims) != ranks or min(dims) < 2:
         example = grid_dims(ranks, None, min(2, len(prime_factors(ranks))))
-        rule = f"lengths must be at least 2 and their product must be the {ranks} ranks"
-        raise InputError(f"dims {format_dims(dims)}: {rule}; for example {format_dims(example)}")
+        remedy = "give lengths of at least 2 with this product, for example"
+        raise InputError(f"dims {format_dims(dims)} are not a grid of {ranks} ranks; {remedy} {format_dims(example)}")
     return tuple(dims)
 
 
@@ -58,7 +58,7 @@ def hosts_and_ranks_per_host(ranks: int, hosts: int | None) -> tuple[int, int]:
         hosts = grid_dims(ranks, None, 2)[0]
     if not 1 <= hosts <= ranks or ranks % hosts:
         possible = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
-        raise InputError(f"hosts {hosts}: {ranks} ranks are spread evenly over {possible} hosts")
+        raise InputError(f"hosts {hosts}: not a divisor of {ranks} ranks; give one of {possible}")
     return hosts, ranks // hosts
 
 
@@ -66,7 +66,7 @@ def split_over_hosts(ranks: int, hosts: int | None) -> list[range]:
     """Consecutive ranks for each host; the sizes of hosts differ by at most one."""
     if hosts is None:
         hosts = grid_dims(ranks, None, 2)[0] if is_composite(ranks) else max(2, isqrt(ranks))
-    check_input(1 <= hosts <= ranks, f"hosts {hosts}: {ranks} ranks are on 1 to {ranks} hosts")
+    check_input(1 <= hosts <= ranks, f"hosts {hosts}: give 1 to {ranks} hosts for {ranks} ranks")
     smallest, larger_hosts = divmod(ranks, hosts)
     starts = [host * smallest + min(host, larger_hosts) for host in range(hosts + 1)]
     return [range(*bounds) for bounds in pairwise(starts)]
@@ -74,5 +74,5 @@ def split_over_hosts(ranks: int, hosts: int | None) -> list[range]:
 
 def check_pieces(pieces: int, ranks: int) -> None:
     most = _MAX_TOTAL_PIECES // ranks
-    message = f"pieces {pieces}: a message is cut into at least 1, and with {ranks} ranks at most {most}"
+    message = f"pieces {pieces}: give 1 to {most} with {ranks} ranks"
     check_input(1 <= pieces <= most, message)

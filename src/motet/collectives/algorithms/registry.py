@@ -85,7 +85,7 @@ class Algorithm:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise an `InputError` that names supported counts if the algorithm does not support this one."""
-        check_input(_is_integer(ranks), f"ranks: {ranks!r} is no whole number; give 2 or more")
+        check_input(_is_integer(ranks), f"ranks: {ranks!r} is not a whole number; give 2 or more")
         check_input(ranks >= 2, f"{ranks} ranks: {self.collective}/{self.name} needs at least 2")
         if not self.supports(ranks):
             possible = ", ".join(str(count) for count in range(2, 65) if self.supports(count))
@@ -149,10 +149,10 @@ def _find_checked(
         check_input(option in entry.options, f"{collective}/{name} has no option {option!r}; it {has}")
         if option == "dims":
             is_valid = value is None or (isinstance(value, list | tuple) and value and all(map(_is_integer, value)))
-            check_input(is_valid, f"dims: {value!r} are no whole numbers; give them as in dims=(4, 4)")
+            check_input(is_valid, f"dims: {value!r} are not whole numbers; give them as in dims=(4, 4)")
         elif option in ("root", "pieces", "hosts", "src", "dst"):
             is_valid = value is None or _is_integer(value)
-            check_input(is_valid, f"{option}: {value!r} is no whole number; give one, as in {option}=1")
+            check_input(is_valid, f"{option}: {value!r} is not a whole number; give one, as in {option}=1")
     return entry, {option: value for option, value in options.items() if value is not None}
 
 

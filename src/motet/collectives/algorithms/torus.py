@@ -93,7 +93,7 @@ def _index_in_axis_order(rank: int, order: Sequence[int], lengths: Sequence[int]
 
 @algorithm("all-reduce", "torus", cost=_torus_cost(None))
 def all_reduce_torus(ranks: int, dims: Dims = None) -> Program:
-    """Along one to six dimensions, `dims`, in all orders and both directions; one ring without `dims`."""
+    """All-reduce along one to six dimensions, `dims`, in all orders and both directions; one ring without `dims`."""
     return _torus_all_reduce("torus", ranks, _torus_dims(ranks, dims, None))
 
 
@@ -105,13 +105,13 @@ def all_reduce_torus_2d(ranks: int, dims: Dims = None) -> Program:
 
 @algorithm("all-reduce", "torus-3d", cost=_torus_cost(3), supports=lambda ranks: len(prime_factors(ranks)) >= 3)
 def all_reduce_torus_3d(ranks: int, dims: Dims = None) -> Program:
-    """The same along three dimensions, with six parts of the data."""
+    """All-reduce along three dimensions, with six parts of the data."""
     return _torus_all_reduce("torus-3d", ranks, grid_dims(ranks, dims, 3))
 
 
 @algorithm("all-reduce", "torus-5d", cost=_torus_cost(5), supports=lambda ranks: len(prime_factors(ranks)) >= 5)
 def all_reduce_torus_5d(ranks: int, dims: Dims = None) -> Program:
-    """The same along five dimensions, with ten parts of the data."""
+    """All-reduce along five dimensions, with ten parts of the data."""
     return _torus_all_reduce("torus-5d", ranks, grid_dims(ranks, dims, 5))
 
 
@@ -138,7 +138,7 @@ def all_reduce_mesh_2d(ranks: int, dims: Dims = None) -> Program:
 
 @algorithm("all-gather", "line", cost=lambda n: messages(_line_max_messages(n), Fraction(1, n)))
 def all_gather_line(ranks: int) -> Program:
-    """Along a line without a link from its end to its start: chunks travel to both ends."""
+    """All-gather along a line without a link from its end to its start: chunks travel to both ends."""
     # The rank at distance d from a chunk's origin forwards it d steps later; chunks from far away are forwarded last.
     steps: list[list[ChunkTransfer]] = [[] for _ in range(ranks - 1)]
     for chunk in range(ranks):

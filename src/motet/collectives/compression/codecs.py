@@ -54,10 +54,10 @@ class Codec(ABC):
             elif field.type is int and value < 1:
                 requirement = "a whole number from 1 up"
             elif field.type is float and not 0 < value <= 1:
-                requirement = "above 0 and at most 1"
+                requirement = "a number above 0 and at most 1"
             else:
                 continue
-            raise InputError(f"compression {self.name}: {field.name} is {value}; it must be {requirement}")
+            raise InputError(f"compression {self.name}: {field.name} is {value}; give {requirement}")
 
     def __str__(self) -> str:
         options = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -135,7 +135,7 @@ class SparseCodec(Codec):
     keep: float = 0.01
 
     def kept_elements(self, numel: int) -> int:
-        """The number of elements that are sent: at least one of a tensor that has one."""
+        """The number of elements that are sent: at least one, unless the tensor is empty."""
         return min(numel, max(1, round(self.keep * numel)))
 
 
@@ -318,7 +318,7 @@ def unpack_sparse(message: "torch.Tensor", numel: int, dtype: "torch.dtype") -> 
 class RandomKCodec(SparseCodec):
     """One element at random from each of k equal parts of the tensor. All ranks draw the same: only values travel.
 
-    `unbiased` multiplies what arrives by the length of its part. With error feedback it has to be off: the error
+    `unbiased` multiplies each value by the length of its part. With error feedback it has to be off: the error
     would be multiplied as well, and grow.
     """
 
@@ -424,7 +424,7 @@ def parse_codec(text: str) -> Codec:
         try:
             options[option] = parse_value(value)
         except (ValueError, KeyError):
-            raise InputError(f"compression {text!r}: {option} is {value!r}; it must be {expected}") from None
+            raise InputError(f"compression {text!r}: {option} is {value!r}; give {expected}") from None
     return codec_class(**options)
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from motet.collectives.cost.pipelined_cost import PipelinedCost
 
 Options = tuple[tuple[str, object], ...]
-Names = tuple[str, ...] | None  # Of algorithms; None: all that leave the same bits on all ranks
+Names = tuple[str, ...] | None  # Names of algorithms; None: all that leave the same bits on all ranks
 Execution = Literal["steps", "pipelined", "library"]
 
-PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # Tried for algorithms with pieces
+PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # Counts to try for algorithms with pieces
 TIE_RATIO = 1 + 1e-9  # Times with a smaller ratio differ by rounding only
 _GRID_CELLS_PER_DOUBLING = 6
 
@@ -235,7 +235,7 @@ def crossovers(
     *,
     execution: Execution = "steps",
 ) -> list[AlgorithmCrossover]:
-    """The sizes at which the cheapest algorithm changes; a change of its options is no crossover.
+    """The sizes at which the cheapest algorithm changes; a change of its options is not a crossover.
 
     A grid of six sizes per doubling finds the crossovers, and bisection their sizes to within a ten-thousandth. An
     algorithm that is the cheapest over less than a step of the grid may be missed.

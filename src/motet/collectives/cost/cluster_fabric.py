@@ -1,4 +1,4 @@
-"""The fabric of a cluster for the costs of vendor libraries: classes of its links, and what each device has of them.
+"""The fabric of a cluster for the costs of vendor libraries: classes of its links, and the share of each device.
 
 The time that NCCL or RCCL needs for a collective, from closed forms by the shape of its group.
 
@@ -44,7 +44,7 @@ class FabricSpec:
     devices_per_host: int
     in_switch_inside: bool = False
     library: Literal["nccl", "rccl"] = "nccl"
-    startup_factor: float = 1.0  # On the start-up of all collectives, of a cluster that was measured
+    startup_factor: float = 1.0  # Factor on the start-up of all collectives, for a measured cluster
     in_network_reduction: bool = False  # Switches between hosts add up, as SHARP does
     leaves: LeafSwitches | None = None
     devices_per_process: int = 1  # A process that drives several launches on one after another
@@ -85,7 +85,7 @@ class _AlgorithmTime(NamedTuple):
     startup_s: float
     s_per_byte: float
     hops_piece_s: float  # The overheads of a piece over all hops
-    has_few_channels: bool  # As a message between two devices of a host, unless it is large
+    has_few_channels: bool  # Like a message between two devices of a host, unless it is large
 
     def seconds(self, size_bytes: float) -> float:
         bytes_s = size_bytes * self.s_per_byte
@@ -221,7 +221,7 @@ def fabric_of(cluster: Cluster) -> FabricSpec:
 def _link_class(vendor: VendorLinkSettings, usual_link: str) -> LinkClass:
     """The constants of a class of links, with those of a cluster file in their place."""
     link, names = vendor.link or usual_link, ", ".join(LINK_CLASSES)
-    check_input(link in LINK_CLASSES, f"vendor.link = {link!r} is no class of links; give one of {names}")
+    check_input(link in LINK_CLASSES, f"vendor.link = {link!r} is not a class of links; give one of {names}")
     usual, in_switch = LINK_CLASSES[link], vendor.in_switch_efficiency
     return usual._replace(
         efficiency=vendor.efficiency.value if vendor.efficiency else usual.efficiency,

@@ -119,8 +119,8 @@ _MOST_FLOWS = 1024  # More are spread as evenly as these
 class LeafSwitches:
     """Leaves under an ideal spine. A leaf takes all NICs of its hosts or, with rails, one of each."""
 
-    hosts: int  # For each leaf
-    nics: int  # For each leaf
+    hosts: int  # Hosts of each leaf
+    nics: int  # NICs of each leaf
     oversubscription: float = 1.0
     hashed_paths: int = 1  # Uplinks on which flows are hashed; 1 if flows are spread evenly
     hop_s: float = 0.0  # The delay of an uplink, once up and once down
@@ -184,9 +184,9 @@ class LinkClass(NamedTuple):
     efficiency: float
     hop_s: float
     origin: str
-    in_switch_efficiency: float = 0.0  # Of the bytes that in-switch reduction moves; 0 without it
-    one_way_efficiency: float = 0.0  # Of collectives that add nothing up, if it is less; 0: the same
-    host_limit_Bps: float = inf  # noqa: N815 - a unit; what the processor of a host carries at most
+    in_switch_efficiency: float = 0.0  # For the bytes of in-switch reduction; 0 without it
+    one_way_efficiency: float = 0.0  # For collectives that add nothing up, if lower; 0: the same
+    host_limit_Bps: float = inf  # noqa: N815 - a unit; the most that a host's processor carries
 
     def reached(self, *, is_sum: bool) -> float:
         """The efficiency for an all-reduce or for another collective."""

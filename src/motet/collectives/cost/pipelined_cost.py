@@ -1,6 +1,6 @@
 """The time of a Program whose message is cut into pieces that are in flight simultaneously, over several channels.
 
-In a piece a rank sends what has arrived as soon as its ports are free, and waits for no other rank. The next piece
+In a piece a rank sends each received chunk once its ports are free, and waits for no other rank. The next piece
 follows once the busiest link has carried all that it carries of one piece: the time is that of the first piece plus
 the busiest link's time for each other one. Each channel executes the Program with a part of the message, and with the
 ranks of every host rotated, so that it leaves the host over another NIC.
@@ -100,7 +100,7 @@ def _rotated(group: Sequence[int], per_host: int, shift: int) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class _LinkUse:
-    """How messages use links: the delay of a message, its time at a port, and what bytes take longer."""
+    """The use of links by messages: the delay of a message, its time at a port, and the factor on the time of bytes."""
 
     delay_s: Callable[[int, int], float]
     port_s: Callable[[NetworkLink], float]
@@ -140,7 +140,7 @@ class _StepMessages:
     def __init__(self, step: Step, group: Sequence[int], links: "_LinkIndices", *, chunks: int) -> None:
         pairs = group_by_pair(step)
         self.pairs = [(group[src], group[dst]) for src, dst in pairs]
-        self.links = links.of_routes(self.pairs)
+        self.links = links.route_indices(self.pairs)
         self.adders = np.array([links.index(_adder(dst)) for _, dst in self.pairs])
         spans = [np.concatenate([np.arange(t.first, t.last + 1) for t in sent]) for sent in pairs.values()]
         self.counts = np.array([len(span) for span in spans])
@@ -150,7 +150,7 @@ class _StepMessages:
 
 
 class _LinkIndices:
-    """Numbers of links and adders; the first one is of no link, and pads short routes."""
+    """Indices of links and adders; the first stands for no link, and pads short routes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.route = cache(cluster.route)
@@ -159,7 +159,7 @@ class _LinkIndices:
     def index(self, name: str) -> int:
         return self.numbers.setdefault(name, len(self.numbers))
 
-    def of_routes(self, pairs: Sequence[tuple[int, int]]) -> IntArray:
+    def route_indices(self, pairs: Sequence[tuple[int, int]]) -> IntArray:
         routes = [self.route(src, dst) for src, dst in pairs]
         longest = max(map(len, routes))
         return np.array([[*map(self.index, names)] + [0] * (longest - len(names)) for names in routes])

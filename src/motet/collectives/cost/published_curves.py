@@ -1,11 +1,11 @@
-"""Published curves of nccl-tests and rccl-tests, and how far the predicted times are from them.
+"""Published curves of nccl-tests and rccl-tests, and the errors of the predicted times.
 
 Classes and speeds of the links that a row of published times states in words, or else those of its device.
 
 Words such as `NVLink4 (400 GB/s cap)`, `PCIe Gen5`, `4x200Gb HDR IB`, `RoCE v2 400G`, `EFA v2` or `Slingshot-11` are
-read by kind, count and speed. An `InputError` says what is missing where neither words nor device give a link.
+read by kind, count and speed. An `InputError` names the link that neither words nor device give.
 
-Reads files of published measurements: rows of text with one clear error for what cannot be read.
+Reads files of published measurements: rows of text with one clear error for a row that cannot be read.
 """
 
 import csv
@@ -45,7 +45,7 @@ def read_rows(path: Path) -> list[CsvRow]:
             byte = error.object[error.start]
             raise InputError(f"{path} is not UTF-8 text: it has the byte 0x{byte:02x}; save it as UTF-8") from error
         except csv.Error as error:
-            raise InputError(f"{path} is no CSV file: {error}; give a file with a header and rows") from error
+            raise InputError(f"{path} is not a CSV file: {error}; give a file with a header and rows") from error
     check_input(bool(rows), f"{path} has no rows; give a file with a header and at least one row")
     return rows
 
@@ -104,7 +104,7 @@ def count(row: Row, name: str, default: int | None = None) -> int:
         return default
     value = number(row, name)
     text = f"row {row.get('id', '')}: {name} = {row[name]}"
-    check_input(value >= 1 and value == int(value), f"{text} is no count; give a whole number of at least 1")
+    check_input(value >= 1 and value == int(value), f"{text} is not a count; give a whole number of at least 1")
     return int(value)
 
 
@@ -146,7 +146,7 @@ _BRIDGES = (
     (r"H200", "NVLink4", 450e9),
     (r"H[18]00", "NVLink4", 300e9),
 )
-# Through host memory between sockets: written, copied and read again; two hosts of RTX 4090 reach a ninth of PCIe
+# Host memory between sockets: written, copied and read again; two hosts of RTX 4090 reach a ninth of PCIe
 _HOST_MEMORY_PASSES = 6
 _NETWORKS = (
     (r"EFA", "EFA"),
@@ -169,10 +169,10 @@ def inside_link(row: Row, devices: int) -> StatedLink:
     if stated is None:
         link = by_device
     elif not stated[0].lower().startswith("nvlink"):
-        link = _of_class("PCIe" if stated[2] else "xGMI", by_device, text)
+        link = _link_of_class("PCIe" if stated[2] else "xGMI", by_device, text)
     else:
         bridge = _first_link(_BRIDGES, device) if by_device and by_device.name == "PCIe" else None
-        by_generation = _of_class(f"NVLink{stated[1] or 4}", by_device, text)
+        by_generation = _link_of_class(f"NVLink{stated[1] or 4}", by_device, text)
         link = bridge or (by_generation if stated[1] or not by_device else by_device)
     speed = _stated_bps(text, link.name if link else "PCIe")
     if link is None and speed is None and devices > 1:
@@ -189,7 +189,7 @@ def _first_link(table: Sequence[tuple[str, str, float]], device: str) -> StatedL
     return next((StatedLink(*link[1:]) for link in table if re.search(link[0], device, re.IGNORECASE)), None)
 
 
-def _of_class(name: str, by_device: StatedLink | None, text: str) -> StatedLink:
+def _link_of_class(name: str, by_device: StatedLink | None, text: str) -> StatedLink:
     if name == "PCIe":
         generation = re.search(r"PCI\W?e\W*(?:gen\W?)?([2-6])|gen\W?([2-6])", text, re.IGNORECASE)
         if generation:
@@ -227,7 +227,7 @@ def network_link(row: Row, devices: int) -> StatedLink:
     bandwidth = stated * 1e9 if stated else _network_bps(text, kind, row["gpu"], devices=devices)
     if bandwidth is None:
         raise InputError(
-            f"row {row['id']}: nominal_inter_GBps_per_gpu is empty and inter_link {text!r} says no speed; "
+            f"row {row['id']}: nominal_inter_GBps_per_gpu is empty and inter_link {text!r} has no speed; "
             "give the NIC's GB/s for each GPU, or a link such as 8x400Gb IB NDR"
         )
     is_fast = rdma_class(bandwidth) == "RDMA400"
@@ -329,7 +329,7 @@ class PublishedTime:
         return "large" if self.size_bytes >= LARGE else "middle" if self.size_bytes >= MIDDLE else "small"
 
     def bus_bandwidth(self, seconds: float) -> float:
-        """The bus bandwidth of nccl-tests if the collective takes so long."""
+        """The bus bandwidth of nccl-tests if the collective takes this long."""
         return float(bus_bandwidth_factor(self.collective, self.ranks)) * self.size_bytes / seconds
 
 
@@ -376,10 +376,10 @@ class VendorQuestion:
     collective: str
     placement: GroupPlacement
     size_bytes: float
-    algorithms: tuple[str, ...]  # As stated; none if the library chose
+    algorithms: tuple[str, ...]  # Stated algorithms; none if the library chose
 
     def seconds(self, costs: dict[FabricSpec, VendorCosts]) -> float:
-        """The predicted time; `costs` keeps what rows of one fabric share."""
+        """The predicted time; `costs` keeps the costs that rows of one fabric share."""
         known = costs.setdefault(self.fabric, VendorCosts(self.fabric))
         possible = {shape.algorithm for shape in known.shapes(self.collective, self.placement)}
         algorithms = tuple(name for name in self.algorithms if name in possible)
@@ -387,7 +387,7 @@ class VendorQuestion:
 
 
 def question_of(row: Row) -> VendorQuestion:
-    """The facts of a row; an `InputError` says what cannot be derived."""
+    """The facts of a row; an `InputError` names the missing fact."""
     stated = next((names for words, names in _RESTRICTED if re.search(words, row["algo"], re.IGNORECASE)), ())
     return VendorQuestion(_fabric(row), _collective(row), _placement(row), number(row, "bytes"), stated)
 

@@ -74,7 +74,7 @@ class ProgramPanels:
     def legend(self, x: float, y: float) -> str:
         """The meaning of the arrows and cells."""
         parts = []
-        for op, words, width in (("reduce", "is added to what is there", 215), ("copy", "replaces what is there", 200)):
+        for op, words, width in (("reduce", "is added to the chunk", 215), ("copy", "replaces the chunk", 200)):
             if op in self.ops:
                 line = _draw_arrow(_straight_path((x, x + 32), y - 4), op, None)
                 parts += [line, text((x + 40, y), words, "quiet")]
@@ -234,7 +234,7 @@ def program_animation(program: Program) -> str:
         body += [play.move(_chip(chunk), path, (n, n + _TRAVEL)) for chunk, path in paths]
     body += [element("g", "still", panels.cells(shown[-1])), "</g>"]
     note = "numbers: whose contributions are in a chunk; " if program.has_reductions else ""
-    note = shown[-1].error or f"{note}framed: as it must be at the end; dashed arrows replace what is there"
+    note = shown[-1].error or f"{note}framed: as it must be at the end; dashed arrows replace the chunk"
     return svg_page(program_title(program), note, body, width=panels.width + 2 * _MARGIN, height=panels.height + 2)
 
 

@@ -109,7 +109,7 @@ def sum_scalars(values: list[float] | Tensor, ranks: RankGroupLike, device: torc
 
 
 def copy_scalars_to_host(values: Tensor) -> list[float]:
-    """The numbers of a tensor of one dimension. On the meta device, where there are none, each is 0: a step of shapes
+    """The numbers of a tensor of one dimension. On the meta device, which has no numbers, each is 0: a step of shapes
     has a finite loss and norm, is not stopped, and is applied."""
     return [0.0] * len(values) if values.is_meta else list(values.tolist())
 
@@ -191,7 +191,7 @@ def _build_program(collective: str, algorithm: str, world: int, *, root: int | N
 @lru_cache(maxsize=256)
 def _check_user_program(program: Program, collective: str, root: int | None, *, sizes: AllToAllSizes) -> Program:
     right_collective = program.collective == collective
-    check_input(right_collective, f"{program} is no Program for {collective}; give one of that collective")
+    check_input(right_collective, f"{program} is not a Program for {collective}; give one of that collective")
     chunks_by_rank = program.initial if collective == "broadcast" else program.final
     roots = [rank for rank, held in enumerate(chunks_by_rank) if held]
     problem = f"{program} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it"

@@ -68,7 +68,7 @@ class P2PChannel:
     """The group, timeout and tag of messages of one kind."""
 
     group: dist.ProcessGroup
-    timeout: timedelta | None  # For each wait on a CPU; None waits as long as the group does
+    timeout: timedelta | None  # Limit of each wait on a CPU; None: that of the group
     tag: int  # Separates them from other messages of the group, on backends that know tags
 
 
@@ -144,7 +144,7 @@ class CollectiveCallSignature:
 
     operation: str  # The Program, and the reduction if it has one
     digest: int  # Distinguishes Programs of one name
-    tensor_description: str = ""  # Elements and dtype; empty on a rank without a tensor, where any will do
+    tensor_description: str = ""  # Elements and dtype; empty on a rank without a tensor, which fits any
     rejection: str = ""  # Why this rank will not make the call, for the other ranks
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ def _describe_difference(signatures: list[CollectiveCallSignature], rank: int) -
         f"ranks {', '.join(ranks)} do {call}" if len(ranks) > 1 else f"rank {ranks[0]} does {call}"
         for call, ranks in callers.items()
     ]
-    return f"ranks must all do the same, but {'; '.join(calls)}"
+    return f"ranks make different calls: {'; '.join(calls)}; let all make the same"
 
 
 def _text_hash(text: str) -> int:
@@ -398,8 +398,8 @@ class CollectiveMeasurement:
     seconds: tuple[float, ...]  # The time of the slowest rank in each repeat
     largest_error: float
     allowed_error: float  # The bound of rounding in any order of the terms; 0 if nothing is reduced
-    sent_bytes: tuple[int, ...]  # By each rank
-    messages: tuple[int, ...]  # By each rank
+    sent_bytes: tuple[int, ...]  # Bytes that each rank sends
+    messages: tuple[int, ...]  # Messages that each rank sends
 
 
 def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, repeats: int) -> CollectiveMeasurement:

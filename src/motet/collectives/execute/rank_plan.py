@@ -34,7 +34,7 @@ class ChunkReceive(NamedTuple):
     chunk: int
     is_initial_value: bool
     op: TransferOp
-    sources: tuple[int, ...]  # In the order of the Program
+    sources: tuple[int, ...]  # Sources in the order of the Program
 
 
 class RankStep(NamedTuple):
@@ -58,12 +58,12 @@ def lower_program(program: Program, rank: int) -> RankPlan:
 
 def lower_for_all_ranks(program: Program) -> list[RankPlan]:
     """The part of each rank in a Program."""
-    of_rank: list[list[list[ChunkTransfer]]] = [[[] for _ in program.steps] for _ in range(program.ranks)]
+    rank_steps: list[list[list[ChunkTransfer]]] = [[[] for _ in program.steps] for _ in range(program.ranks)]
     for step_id, step in enumerate(program.steps):
         for t in step:
             for rank in {t.src, t.dst}:
-                of_rank[rank][step_id].append(t)
-    return [_lower(steps, rank) for rank, steps in enumerate(of_rank)]
+                rank_steps[rank][step_id].append(t)
+    return [_lower(steps, rank) for rank, steps in enumerate(rank_steps)]
 
 
 def _lower(steps_of_rank: Sequence[Sequence[ChunkTransfer]], rank: int) -> RankPlan:
@@ -119,7 +119,7 @@ def elements_sent(program: Program, rank: int, elements: int) -> int:
 
 
 def total_elements(program: Program, rank: int, input_numel: int, output_numel: int) -> int | None:
-    """The number of elements of all chunks together, from what one rank gives; None if it takes no part.
+    """The number of elements of all chunks together, from the tensors of one rank; None if it takes no part.
 
     A rank without input and output that passes on chunks takes their sizes as numbers of elements.
     """
@@ -131,8 +131,8 @@ def total_elements(program: Program, rank: int, input_numel: int, output_numel: 
     check_input(not remainder, f"{program}: {problem}; give it a multiple of {relative_size}")
     lengths = chunk_lengths(program, total_numel)
     for name, chunks, numel in ends:
-        must = sum(lengths[chunk] for chunk in chunks)
-        check_input(numel == must, f"{program}: the {name} of rank {rank} has {numel} elements; it must have {must}")
+        expected = sum(lengths[chunk] for chunk in chunks)
+        check_input(numel == expected, f"{program}: the {name} of rank {rank} has {numel} elements; give {expected}")
     takes_part = relative_size or any(rank in (t.src, t.dst) for step in program.steps for t in step)
     return total_numel if takes_part else None
 
@@ -170,7 +170,7 @@ class LocalCopy(NamedTuple):
 class ReceivedMessageSlice(NamedTuple):
     """Some elements of a received message."""
 
-    receive_index: int  # Among the receives of the step
+    receive_index: int  # Index among the receives of the step
     buffer_slice: BufferSlice
 
 
@@ -298,7 +298,7 @@ class _BufferPlanner:
         return contiguous if contiguous and not self._overlaps_outgoing(contiguous) else None
 
     def _place_reduction(self, receive: ChunkReceive, received: list[ReceivedMessageSlice]) -> LocalReduction | None:
-        """The copy or sum of what was received for a chunk; None if the chunk is already in its location."""
+        """The copy or sum of the slices received for a chunk; None if the chunk is already in its location."""
         local, received_slice = self.locations.get(receive.chunk), received[0].buffer_slice
         if receive.op == "copy":
             local, received = None, received[:1]

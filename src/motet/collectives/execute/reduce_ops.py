@@ -1,4 +1,4 @@
-"""The reduction operators, each for every dtype that has it.
+"""The reduction operators, each for every dtype that supports it.
 
 The terms of one step are added in the order of the list. Terms of 16 bits are added in float32 and rounded once at the
 end of the step. Messages, and sums between steps, have the dtype of the tensor: a sum is rounded once in each step that
@@ -89,8 +89,8 @@ class DtypeReduceOp:
 
 
 def make_reduce_op(operator: str, dtype: torch.dtype, device: torch.device) -> DtypeReduceOp:
-    """The operator for a dtype, or an InputError if the dtype does not have it."""
-    check_input(operator in REDUCE_OP_NAMES, f"op {operator!r} is unknown; it is one of {', '.join(REDUCE_OP_NAMES)}")
+    """The operator for a dtype, or an InputError if the dtype does not support it."""
+    check_input(operator in REDUCE_OP_NAMES, f"op {operator!r} is unknown; use one of {', '.join(REDUCE_OP_NAMES)}")
     is_number = dtype.is_floating_point or dtype.is_complex
     is_small, is_bits = is_number and not dtype.is_complex and dtype.itemsize == 1, operator in ("band", "bor", "bxor")
     problems = {

@@ -82,7 +82,7 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
     program = replace(program, steps=merge_independent_steps(program.steps))
     plans = lower_for_all_ranks(program)
     sends = ([(i, send.chunk) for i, step in enumerate(plan.steps) for send in step.sends] for plan in plans)
-    slots = [{key: slot for slot, key in enumerate(keys)} for keys in sends]  # By step and chunk
+    slots = [{key: slot for slot, key in enumerate(keys)} for keys in sends]  # Slots by step and chunk
     complete = _completing_steps(program)
 
     def local_ranks(messages: list[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def backend_sent_bytes(collective: str, numel: int, dtype: str, *, rank: int, ho
 
 
 def select_program(collective: str, hosts: HostOfRank, *, is_small: bool, root: int) -> Program:
-    """The Program of a collective, by size and by how the ranks lie on hosts.
+    """The Program of a collective, by size and by the placement of ranks on hosts.
 
     Within a host, a published chunk is read by all ranks, so the Programs with the fewest steps are the fastest. The
     crossover was measured (benchmarks/collectives.py). Across hosts the traffic over the network counts.

@@ -88,7 +88,7 @@ class AsyncWork(dist.Work):
         float16 hook, which is written in C++, accepts nothing else.
         """
         if not self.finished and self.outputs and getattr(self.outputs[0], "dtype", None) == torch.float16:
-            with contextlib.suppress(Exception):  # It is in the future
+            with contextlib.suppress(Exception):  # The error is in the future
                 self.wait()
         with self._lock:
             if self.future is None and self.finished and self.error is None:
@@ -138,7 +138,7 @@ class WorkQueue:
     """Tasks that run one after another, in the order in which they were submitted.
 
     A worker thread runs them. With `waiters_help`, whoever waits runs the tasks up to the one it waits for, which saves
-    a change of threads; `on_worker_run` hears when a worker begins and ends a task.
+    a change of threads; `on_worker_run` is called when a worker begins and ends a task.
     """
 
     def __init__(self, *, waiters_help: bool = False, on_worker_run: Callable[[bool], None] | None = None) -> None:

@@ -1,1 +1,1 @@
-"""The checker: a Program computes what its collective requires, at every rank, without deadlock."""
+"""The checker of Programs: the result of their collective at every rank, without deadlock."""

@@ -1,6 +1,6 @@
-"""The proof that a Program does what its collective promises, by executing it on multisets of contributors.
+"""The proof that a Program keeps the promise of its collective, by executing it on multisets of contributors.
 
-The proof is exact: it holds for every input. `prove_program` returns what it learned about the Program, or raises a
+The proof is exact: it holds for every input. `prove_program` returns properties of the Program, or raises a
 `CollectiveProofError` that names the wrong step and transfer.
 
 The contents of a chunk as a number: how many times each rank's contribution is in it.
@@ -11,7 +11,7 @@ would accept a contribution that was added twice.
 The postcondition of each collective. The proof checks a Program against its own `final`; this checks `final`.
 
 A sum contains every rank once, and data that only move have one origin on all ranks. An unknown collective has no
-postcondition: its Program is held to its `final` alone.
+postcondition: the proof checks its Program against `final` alone.
 
 The Programs that the library can make: every algorithm at every rank count, on every shape of hosts and grid.
 """
@@ -127,9 +127,9 @@ def _sums_include_every_rank_once(program: Program) -> Iterator[str]:
                 checked_ids.add(id(sources))
                 continue
             where, counts = f"chunk {chunk} of rank {rank}", Counter(sources)
-            yield from (f"{where} need not contain what rank {n} contributes" for n in everyone if not counts[n])
+            yield from (f"{where} need not contain the contribution of rank {n}" for n in everyone if not counts[n])
             repeated = (n for n in everyone if counts[n] > 1)
-            yield from (f"{where} must contain what rank {n} contributes more than once" for n in repeated)
+            yield from (f"{where} must contain the contribution of rank {n} more than once" for n in repeated)
 
 
 def _each_chunk_has_one_origin(program: Program) -> Iterator[str]:
@@ -172,7 +172,7 @@ def _data_move(program: Program) -> Iterator[str]:
 def _all_ranks_exchange(program: Program) -> Iterator[str]:
     for rank, final in enumerate(program.final):
         missing = (src for src in range(program.ranks) if final.get(src * program.ranks + rank) != (src,))
-        yield from (f"rank {rank} need not end with what rank {source} has for it" for source in missing)
+        yield from (f"rank {rank} need not end with the chunk of rank {source} for it" for source in missing)
 
 
 # A check may assume that those before it have found nothing.
@@ -313,8 +313,8 @@ def _describe_difference(rank: int, chunk: int, actual: int | None, expected: Co
         "should not have": [source for source in has if source not in needs],
     }
     parts = [
-        f"{what} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-        for what, ranks in mistakes.items()
+        f"{phrase} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+        for phrase, ranks in mistakes.items()
         if ranks
     ]
     return f"{where} {' and '.join(parts)}"

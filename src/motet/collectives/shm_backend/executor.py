@@ -35,7 +35,7 @@ class PreparedCollective:
     """A collective of one kind, size and dtype with everything that each call needs."""
 
     description: str
-    event: str  # In the profiler
+    event: str  # Name in the profiler
     signature: int
     plan: slot_plan.SlotPlan
     chunk_numels: tuple[int, ...]
@@ -48,7 +48,7 @@ class PreparedCollective:
         max_numel = min(SEGMENT_BYTES, BUFFER_BYTES // max(self.plan.slots, 1) // 64 * 64) // itemsize
         self.sent_bytes = itemsize * self.plan.sent_numel(self.chunk_numels)
         self.num_segments = max(1, -(-longest // max_numel))
-        self.segment_numel = max_numel if self.num_segments > 1 else max(longest, 1)  # In each chunk, at most
+        self.segment_numel = max_numel if self.num_segments > 1 else max(longest, 1)  # Most elements of each chunk
         self.slot_stride = -(-self.segment_numel * itemsize // 64) * 64 // itemsize
         # Local ranks that read the slots of this rank, and local ranks whose slots this rank reads.
         self.readers = tuple({reader for step in self.plan.steps for reader in step.readers})

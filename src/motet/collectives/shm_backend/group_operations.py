@@ -267,8 +267,8 @@ class GroupOperations:
             return self._submit([self._uneven_all_to_all_job(inputs, outputs)], [output], *when)
         check_input(
             numel == output.numel() and numel % size == 0,
-            f"all-to-all of {numel} into {output.numel()} elements: without split sizes both must be the same multiple "
-            f"of the {size} ranks",
+            f"all-to-all of {numel} into {output.numel()} elements without split sizes; give both the same multiple of "
+            f"the {size} ranks",
         )
         prepared = self._prepare("all-to-all", input)
         buffer, copy_back = views.output_buffer(output)

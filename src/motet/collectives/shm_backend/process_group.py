@@ -84,7 +84,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
     def _get_backend(self, device: torch.device) -> "MotetProcessGroup":
         if device.type not in {each.type for each in self._device_types}:
-            raise CollectiveError(f"group {self._name!r} of the backend {self.getBackendName()} has none for {device}")
+            raise CollectiveError(f"group {self._name!r} of the backend {self.getBackendName()} supports no {device}")
         return self
 
     supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
@@ -198,7 +198,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def _call(self, operator: str, *arguments: Any) -> AsyncWork:
         """Run an operator of c10d, whose arguments are in its order without the group.
 
-        Torch's dispatcher is only asked where somebody listens there, since that takes longer than a small collective.
+        Torch's dispatcher is called only for its listeners, since it takes longer than a small collective.
         """
         if is_seen_by_dispatcher(arguments):
             return call_through_dispatcher(self, operator, arguments)

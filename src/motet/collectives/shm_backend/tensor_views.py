@@ -18,7 +18,7 @@ CopyBack = Callable[[], object] | None  # Copies a result into the tensor of the
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The values of a tensor without autograd: writing to them changes no version counter, nor needs a mode."""
+    """The values of a tensor without autograd: writing to them changes no version counter and needs no mode."""
     data = tensor.data
     if not data.is_inference():
         return data
@@ -27,7 +27,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Leave the caller's dispatch modes and inference mode, with which the moving of bytes has nothing to do."""
+    """Leave the caller's dispatch modes and inference mode, which do not concern the moving of bytes."""
     has_modes, is_inference = has_dispatch_modes(), torch.is_inference_mode_enabled()
     if not has_modes and not is_inference:
         return _NOTHING
@@ -77,7 +77,7 @@ def per_rank_chunks(
     if len(tensors) != expected or any(x.numel() != numel or x.dtype != like.dtype for x in tensors):
         raise InputError(
             f"{role} of {', '.join(map(describe_tensor, tensors))}: each of the {ranks} ranks has "
-            f"{describe_tensor(like)}, so it must be {ranks} such tensors, or one with as many elements"
+            f"{describe_tensor(like)}, so give {ranks} such tensors, or one with as many elements"
         )
     if isinstance(buffers, Tensor):
         buffer, copy_back = output_buffer(buffers)
@@ -95,7 +95,7 @@ def split_rows(tensor: Tensor, sizes: list[int], ranks: int, *, role: str) -> li
 
 def require_contiguous(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise InputError(f"receiving into a tensor of strides {tensor.stride()}: it must be contiguous")
+        raise InputError(f"receiving into a tensor of strides {tensor.stride()}: give a contiguous one")
     return raw(tensor)
 
 

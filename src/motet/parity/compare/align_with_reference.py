@@ -1,7 +1,4 @@
-"""The part of a tensor of one device that each rank should have: by the plan of the layout, and by rows.
-
-The part of each tensor that every rank of a layout should record, by the plan of its step.
-"""
+"""The part of a tensor of one device that each rank should record, by the plan of its step and by rows."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,15 +33,15 @@ from motet.parity.record.tensor_recorder import (
     without_padding,
 )
 
-UPDATED_KINDS = ("gradient", "clipped gradient", "state")  # Of the elements that a rank updates
+UPDATED_KINDS = ("gradient", "clipped gradient", "state")  # Kinds with the elements that a rank updates
 
 
 @dataclass(frozen=True)
 class PlannedRecords:
-    """A plan, and what follows from it for the records of ranks."""
+    """A plan, and the expected records of ranks that follow from it."""
 
     plan: StepPlan
-    activation_order: Mapping[str, int] = field(default_factory=dict)  # On one device
+    activation_order: Mapping[str, int] = field(default_factory=dict)  # The order on one device
 
     @cached_property
     def _updated_ranges(self) -> list[dict[str, tuple[int, int]]]:
@@ -57,7 +54,7 @@ class PlannedRecords:
     @cached_property
     def row_groups(self) -> RankGroups:
         """Ranks that together compute each row once."""
-        return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # Ranks of the second one have other positions of the rows
+        return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # The second dimension splits the positions of rows
 
     def own_name(self, name: str) -> str:
         """The name of a tensor that may have several, such as a tied weight."""
@@ -105,7 +102,7 @@ class PlannedRecords:
         return list(sums.values())
 
     def row_groups_of(self, key: TensorKey, holders: Collection[int]) -> list[tuple[int, ...]]:
-        """Ranks that together have each row of a tensor once, of those with the stage that computes it."""
+        """Groups of ranks with the stage that computes a tensor; each group has each row once."""
         if (stage := self.stage_of(key)) is None:
             has_stages = bool(self.plan.model_sharding.stages)
             return [group for group in self.row_groups if not has_stages or set(group).intersection(holders)]
@@ -116,7 +113,7 @@ class PlannedRecords:
     def shards(self, key: TensorKey, shape: tuple[int, ...]) -> dict[int, RecordedShard]:
         """The elements of a tensor that each rank has; ranks without any are left out."""
         tensor = self._tensors.get(parameter_name(key.name))
-        if tensor is None:  # Such as the count of steps
+        if tensor is None:  # The count of steps, for example
             return {rank: RecordedShard(ShardSpec.full(shape), 0, prod(shape)) for rank in range(self.plan.dims.ranks)}
         specs = self.plan.specs[tensor.name].items()
         shards = {rank: RecordedShard(spec, *self._elements(key, tensor, rank=rank, spec=spec)) for rank, spec in specs}
@@ -184,7 +181,7 @@ class PlannedRecords:
         return record.kind == "activation gradient" and self.activations.is_shared(record.name)
 
     def differing_copies(self, records: RankRecords) -> list[list[int]]:
-        """Ranks with equal bits of what should be one copy, for the first copy whose ranks differ; the most first."""
+        """Groups of ranks with equal bits of a replicated part; of the first part that differs, the largest first."""
         copies: dict[object, dict[int, list[int]]] = {}
         for rank, record in self.combine_stages(records):
             if (place := self._place(record)) is not None:
@@ -194,10 +191,10 @@ class PlannedRecords:
 
     def describe_copies(self, copies: Sequence[Sequence[int]]) -> str:
         ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
-        return f"{ranks} hold different values of what should be one copy"
+        return f"{ranks} hold copies that should be equal, but differ"
 
     def _place(self, record: RecordedTensor) -> object:
-        """The same for ranks that should have the same values; None if nothing is known."""
+        """A key that is equal for ranks that should have the same values; None if nothing is known."""
         if record.shard is not None or record.kind not in ROW_KINDS:
             return record.shard or record.rows
         is_unknown = record.kind in ACTIVATION_KINDS and self.activations.splits(record.name) is None
@@ -240,7 +237,7 @@ class RowPlacement(NamedTuple):
     | rows | its own rows: those of the batch are along one dimension |
     | same | the same tensor, such as a table |
     | sum | a summand of the tensor, such as the gradient of a table |
-    | unknown | what depends on the batch as a whole, or what one device does not show |
+    | unknown | a part that depends on the whole batch, or that one device does not show |
     """
 
     how: Literal["rows", "same", "sum", "unknown"]
@@ -293,7 +290,7 @@ def align_tensor(
     placement: RowPlacement,
     planned: PlannedRecords | None = None,
 ) -> list[AlignedTensorPair]:
-    """Pairs of what ranks have and should have; raise where these are no pairs."""
+    """Pairs of the values that ranks have and should have; raise where they do not pair up."""
     if any(record.shard for _, record in records):
         return list(_align_shards(reference, records, planned))
     bits = reference.record.significant_bits
@@ -324,8 +321,8 @@ def _align_sum(reference: ReferenceTensor, records: RankRecords, planned: Planne
     shape, (rank, record) = tuple(reference.value.shape), records[0]
     part = planned.part_of_rows(record, rank, shape) if planned and record.kind in ACTIVATION_KINDS else None
     part = part or ShardSpec.full(shape)
-    for of_rank in records:
-        _check_shape(reference, of_rank, part.local_shape)
+    for rank_record in records:
+        _check_shape(reference, rank_record, part.local_shape)
     total = torch.stack([record.value.double() for _, record in records]).sum(0)
     return AlignedTensorPair(None, without_padding(total, part), cut_part(reference.value, part))
 
@@ -348,8 +345,8 @@ def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> No
         raise TensorAlignmentError(repeated[0][1][-1] if repeated else None, "; ".join(problems))
 
 
-def _check_shape(reference: ReferenceTensor, of_rank: tuple[int, RecordedTensor], shape: tuple[int, ...]) -> None:
-    rank, record = of_rank
+def _check_shape(reference: ReferenceTensor, rank_record: tuple[int, RecordedTensor], shape: tuple[int, ...]) -> None:
+    rank, record = rank_record
     if record.value.shape != shape:
         rows = f" for {len(record.rows)} rows" if record.rows else ""
         shapes = f"has shape {list(record.value.shape)}{rows}, where {list(shape)} follows"
@@ -358,16 +355,16 @@ def _check_shape(reference: ReferenceTensor, of_rank: tuple[int, RecordedTensor]
 
 def _align_rows(
     reference: ReferenceTensor,
-    of_rank: tuple[int, RecordedTensor],
+    rank_record: tuple[int, RecordedTensor],
     placement: RowPlacement,
     *,
     planned: PlannedRecords | None,
 ) -> Iterator[AlignedTensorPair]:
     """The pair of one micro-batch; none if nothing is known about it."""
-    rank, record = of_rank
+    rank, record = rank_record
     if (expected := _select_rows(reference, record.rows, placement)) is None:
         return
-    if record.kind == "random mask" and record.part is not None:  # Some rows of it may belong to one of the batch
+    if record.kind == "random mask" and record.part is not None:  # Several of its rows may belong to one of the batch
         if record.is_sketched:
             return
         if prod(record.part.shape) != expected.numel():
@@ -377,7 +374,7 @@ def _align_rows(
     shape = tuple(expected.shape)
     if (part := planned.part_of_rows(record, rank, shape) if planned else ShardSpec.full(shape)) is None:
         return
-    _check_shape(reference, of_rank, part.local_shape)
+    _check_shape(reference, rank_record, part.local_shape)
     expected, value = cut_part(expected, part), without_padding(record.value, part)
     is_part = expected.numel() < reference.value.numel() and not record.is_sketched
     bits = count_significant_bits(expected) if is_part else reference.record.significant_bits
@@ -415,11 +412,11 @@ def _align_sums_of_parts(
     by_rows: dict[tuple[int, ...], list[tuple[int, RecordedTensor]]] = {}
     for rank, record in records:
         by_rows.setdefault(record.rows, []).append((rank, record))
-    for rows, of_ranks in by_rows.items():
+    for rows, rank_records in by_rows.items():
         if (expected := _select_rows(reference, rows, placement)) is None:
             continue
         total = torch.zeros_like(expected)
-        for rank, record in of_ranks:
+        for rank, record in rank_records:
             part = ShardSpec.full(tuple(expected.shape))
             if not record.is_sketched:
                 part = planned.part_of_rows(record, rank, part.shape) or part

@@ -1,10 +1,10 @@
 """A step in the job's own precision, compared with steps of one device that add micro-batches in other orders.
 
-A sum that is kept in bfloat16 by mistake is right in float64; here it is further from one device than they are.
+A sum wrongly kept in bfloat16 passes the check in float64. Here it lies outside the spread of summation orders.
 
-Products that one device adds up in parts, as ranks that split a layer do, with the parts drawn at random.
+One device adds up products in parts, as ranks that split a layer do, with the parts drawn at random.
 
-The decisions of ranks about a step whose gradients overflow, and whether the loss scale changes the update.
+It also compares the decisions of ranks about a step whose gradients overflow, and the updates with two loss scales.
 """
 
 import math
@@ -85,7 +85,7 @@ def _split_layers(module: nn.Module, sharding: ModelSharding) -> Iterator[_Split
 
 
 ORDER_COUNT = 4  # Steps that show how far other orders are
-LOSS_ORDER_COUNT = 36  # For the loss, which is one number; a forward without records is fast
+LOSS_ORDER_COUNT = 36  # Orders for the loss, which is one number; a forward without records is fast
 FEW_ORDERS = 80.0  # The root mean square of few errors may be far too small, as Student's distribution says
 MAX_Z_SCORE = 8.0  # The orders are few, and the tails of their errors are heavier than a normal distribution's
 MAX_FLIPPED_ROUNDINGS = 4  # Elements that a kernel which takes another path may round to the other side
@@ -100,7 +100,7 @@ MIN_LOG_STD = 0.1  # A smaller standard deviation of log errors is an accident
 
 
 class DifferenceZScore(NamedTuple):
-    """How far a tensor is from one device, in standard deviations of other orders of summation."""
+    """A tensor's distance from one device, in standard deviations of other orders of summation."""
 
     difference: TensorDifference  # Its bound is the largest error that rounding explains
     z: float
@@ -134,19 +134,19 @@ class SummationOrderSpread:
     compute_dtype: torch.dtype
 
     def z_score_of(self, difference: TensorDifference, *, part_ratio: float = 0.0) -> DifferenceZScore:
-        """The score of a difference. Where ranks add parts of a gradient, each was rounded to the compute dtype, where
-        one device rounds their sum; `part_ratio` is how large all parts are, relative to the sum."""
+        """The score of a difference. Ranks that add parts of a gradient round each to the compute dtype, one device
+        rounds their sum; `part_ratio` is the size of all parts, relative to the sum."""
         if difference.reason:
             return DifferenceZScore(difference, math.inf, 0.0)
         log_errors, tensor = self.log_errors[difference.key], self.reference.tensors[difference.key]
         error = log_error(difference, tensor, self.compute_dtype, targets=self.reference.target_count)
-        if tensor.key.kind in SCALAR_KINDS:  # Of one number the sign is random, and with it the log of its size
+        if tensor.key.kind in SCALAR_KINDS:  # One number has a random sign, and so a random log of its size
             errors = log_errors.exp()
             limit = float(errors.square().mean().sqrt()) * (1 + FEW_ORDERS / len(errors) ** 2)
             bounded = difference._replace(bound=MAX_Z_SCORE * limit)
             return DifferenceZScore(bounded, math.exp(error) / limit, float(log_errors.mean().exp()))
         std_of_size, mean = math.sqrt(0.5 / max(1, tensor.value.numel())), float(log_errors.mean())
-        if part_ratio:  # A part is summed in another order than all, too (measured: 1.2 eps, RMSNorm in bfloat16)
+        if part_ratio:  # Each part is summed in another order, too (measured: 1.2 eps, RMSNorm in bfloat16)
             mean = max(mean, math.log(torch.finfo(self.compute_dtype).eps * max(1.0, part_ratio)))
         log_std = max(float(log_errors.std()), self.pooled_log_std[tensor.key.kind], std_of_size, MIN_LOG_STD)
         std = log_std * math.sqrt(1 + 1 / len(log_errors))
@@ -167,11 +167,11 @@ class NativeReference:
     """The steps of one device in the job's own precision; layouts repeat the last one."""
 
     subject: JobVerificationSubject
-    folder: Path  # It has the state before each step
+    folder: Path  # Folder with the state before each step
     inventory: ModelInventory
     row_placements: dict[TensorKey, RowPlacement]
     steps: Sequence[ReferenceStep]  # One device that takes the batch as one micro-batch
-    bitwise_reference: ReferenceStep | None  # The bits that every layout has to have, if the job is reproducible
+    bitwise_reference: ReferenceStep | None  # The bits that every layout must have if the job is reproducible
 
 
 def run_native_reference(
@@ -219,20 +219,22 @@ def measure_order_spreads(
                 ordered = on_rank.with_row_order(order)
                 records = recording.record_restored_step(ordered, native.folder, last_step)
                 all_steps = [masters[True] + records, *_following_losses(ordered)]
-            for reference, records, of_step in zip(references, all_steps, errors, strict=True):
+            for reference, records, step_errors in zip(references, all_steps, errors, strict=True):
                 for difference in compare_with_reference(reference, [records]):
                     error = log_error(
                         difference, reference.tensors[difference.key], dtype, targets=reference.target_count
                     )
-                    of_step.setdefault(difference.key, []).append(error)
+                    step_errors.setdefault(difference.key, []).append(error)
         on_rank.state.restore(recording.step_checkpoint_path(native.folder, last_step))
         for error in _loss_errors(on_rank, microbatches, split_products):
             for key in LOSSES:
                 difference = TensorDifference(key, error, 0.0)
                 errors[0][key].append(log_error(difference, tensors[key], dtype, targets=references[0].target_count))
     return [
-        SummationOrderSpread(reference, {k: torch.tensor(e, dtype=torch.float64) for k, e in of_step.items()}, dtype)
-        for reference, of_step in zip(references, errors, strict=True)
+        SummationOrderSpread(
+            reference, {k: torch.tensor(e, dtype=torch.float64) for k, e in step_errors.items()}, dtype
+        )
+        for reference, step_errors in zip(references, errors, strict=True)
     ]
 
 
@@ -279,7 +281,7 @@ def log_error(
         return math.log(max(difference.relative_error, FLOAT64_EPSILON))
     elements = max(1.0, float(tensor.value.numel()))
     if kind in SCALAR_KINDS:  # Summed in float32, whatever dtype they are recorded in
-        # A rounding changes the loss of one target, and the gradient of the others hardly.
+        # A rounding changes the loss of one target, and hardly the gradient of the others.
         dtype, elements = torch.float32, targets if kind == "norm" else targets**2
     flipped = torch.finfo(compute_dtype).eps * math.sqrt(MAX_FLIPPED_ROUNDINGS / max(1.0, elements))
     stored = torch.finfo(dtype).eps * (FLOAT32_ROUNDINGS if dtype.itemsize >= 4 else 1)
@@ -331,7 +333,7 @@ def _is_compared(recipe: PrecisionRecipe, key: TensorKey) -> bool:
     return recipe.compute == recipe.master or not is_model_parameter
 
 
-MAX_CHANGE = 0.05  # Of a norm with another scale, by which other small gradients underflow
+MAX_CHANGE = 0.05  # Relative change of a norm with another scale, with which other small gradients underflow
 
 
 class LossScaleMistake(NamedTuple):
@@ -343,7 +345,7 @@ class LossScaleMistake(NamedTuple):
 
 
 def find_loss_scale_mistake(records_by_rank: RecordsByRank, *, is_dynamic: bool) -> LossScaleMistake | None:
-    """Compare the numbers of ranks (record/overflow_steps.py) with each other and with what has to follow."""
+    """Compare the numbers of ranks (`record_overflow`) with each other and with the expected ones."""
     ranks = [{record.name: float(record.value) for record in records} for records in records_by_rank]
     scale, overflowing = int(ranks[0]["scale"]), len(ranks) - 1
     if unaware := [rank for rank, numbers in enumerate(ranks) if not numbers["is skipped"]]:

@@ -48,8 +48,8 @@ def find_row_placements(
 ) -> dict[TensorKey, RowPlacement]:
     """The placement of the rows in each tensor of a step, by the same step of one device with several micro-batches.
 
-    If what follows from activations changes, too, rows depend on each other, and no layout computes what one device
-    does. Then a shape alone says where rows are, so that the first activation that differs is found.
+    If results change, too, rows depend on each other, and no layout computes the same as one device. Then a shape alone
+    places the rows, so that the first activation that differs can be named.
     """
     records_by_key, differences = group_by_key([microbatches]), compare_with_reference(reference, [microbatches])
     changes_results = any(d.key.kind in RESULT_KINDS and not d.is_rounding for d in differences)
@@ -101,7 +101,7 @@ class ReferenceRuns:
 
     step_references: Sequence[ReferenceStep]
     trajectory_references: Sequence[ReferenceStep]  # The same steps, with the noise of all steps before
-    folder: Path  # It has the state before each step as a checkpoint
+    folder: Path  # Folder with the state before each step as a checkpoint
     inventory: ModelInventory
     # The first tensor of the last step that one device computes differently from its own checkpoint.
     self_difference: TensorDifference | None = None
@@ -172,7 +172,7 @@ def _add_noise(reference: ReferenceStep, records: list[RecordedTensor]) -> None:
 def _find_placements(
     subject: recording.VerificationSubject, folder: Path, reference: ReferenceStep
 ) -> dict[TensorKey, RowPlacement]:
-    """Repeat a step with few rows in each micro-batch: two if possible, for models may treat one in another way."""
+    """Repeat a step with few rows in each micro-batch: two if possible, since models may treat one differently."""
     counts = (count for count in range(subject.batch_rows, 1, -1) if subject.batch_rows % count == 0)
     for microbatches in sorted(counts, key=lambda count: count == subject.batch_rows):
         on_rank = subject.with_microbatches(microbatches).build(recording.SINGLE_RANK_GROUP, folder)
@@ -190,9 +190,9 @@ def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[Recor
     key_sets = [{record.key for record in records} for ranks in steps for records in ranks]
     keys = {key for some in key_sets for key in some}
     available = reference_runs.trajectory_references[0].tensors
-    check_input(keys, "verify: your step gives nothing; give full tensors by name, gradient.NAME say")
+    check_input(keys, "verify: your step returns nothing; return full tensors by name, such as gradient.NAME")
     for key in sorted(key for some in key_sets for key in keys - some):
-        raise InputError(f"verify: {key.kind} {key.name} is given in some steps or by some ranks alone; give it in all")
+        raise InputError(f"verify: {key.kind} {key.name} is only in some steps or on some ranks; return it in all")
     for key in sorted(keys - set(available)):
         names = ", ".join(other.name for other in available if other.kind == key.kind) or "none"
         raise InputError(f"verify: one device has no {key.kind} {key.name}; there are {names}")
@@ -225,8 +225,8 @@ class Comparison:
     worst: DifferenceAtStep
     first: DifferenceAtStep | None
     noise_dominated: tuple[str, ...]  # Tensors that rounding alone changes too much
-    unplaced: tuple[str, ...] = ()  # Tensors of which neither one device nor the plan says where rows and shards are
-    activations: int = 0  # Of one device, gradients of activations included
+    unplaced: tuple[str, ...] = ()  # Tensors whose rows and shards neither one device nor the plan shows
+    activations: int = 0  # Count on one device, gradients of activations included
 
 
 def compare_recorded_steps(
@@ -234,12 +234,12 @@ def compare_recorded_steps(
     recorded: Mapping[recording.RecordedStepKey, RecordsByRank],
     planned: PlannedRecords | None = None,
 ) -> Comparison:
-    """Compare step by step; steps after one that differs are not looked at."""
+    """Compare step by step; skip the steps after one that differs."""
     differences: list[DifferenceAtStep] = []
     for at in recorded:
-        of_step = compare_with_reference(reference_runs.reference_for(at), recorded[at], planned)
-        differences += [DifferenceAtStep(at, difference) for difference in of_step]
-        if not all(difference.is_rounding for difference in of_step):
+        step_differences = compare_with_reference(reference_runs.reference_for(at), recorded[at], planned)
+        differences += [DifferenceAtStep(at, difference) for difference in step_differences]
+        if not all(difference.is_rounding for difference in step_differences):
             break
     worst = max(differences, key=lambda each: each.difference.relative_error)
     first = next((each for each in differences if not each.difference.is_rounding), None)

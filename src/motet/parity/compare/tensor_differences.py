@@ -1,4 +1,4 @@
-"""How far the tensors of ranks are from the reference, one by one, and how far rounding may move them."""
+"""Distances of the ranks' tensors from the reference, one by one, and their bounds by rounding."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,19 +26,19 @@ from motet.parity.record.tensor_recorder import (
 )
 
 FLOAT64_EPSILON = 2.0**-53
-ROUNDINGS_PER_SQRT_FLOP = 8.0  # An element may be off by as many roundings per square root of the operations before it
-NOISE_MARGIN = 64.0  # A tensor may be as many times as far from the reference as a perturbed reference is
+ROUNDINGS_PER_SQRT_FLOP = 8.0  # Roundings by which an element may be off, per square root of the operations before it
+NOISE_MARGIN = 64.0  # A tensor may be this many times as far from the reference as a perturbed reference
 MIN_LOST_BITS = 8  # Fewer missing bits than these may be an accident
 MIN_ROUNDED_BITS = 3  # Ones and zeros have fewer without being rounded
 MASK_FILL_MAGNITUDE = 1e30  # Masks hold larger numbers; these do not count in norms
-OUTLIER_RATIO = 1e6  # A tensor that is as many times as large as most of its kind does not count in their size
+OUTLIER_RATIO = 1e6  # A tensor this many times as large as most of its kind does not count in their size
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
     """A step on one device."""
 
-    tensors: Mapping[TensorKey, alignment.ReferenceTensor]  # In the order of execution
+    tensors: Mapping[TensorKey, alignment.ReferenceTensor]  # Tensors in the order of execution
     learning_rate: float
     noise: dict[TensorKey, float] = field(default_factory=dict)  # Relative error of perturbed references
     row_placements: dict[TensorKey, alignment.RowPlacement] = field(default_factory=dict)
@@ -73,12 +73,12 @@ class ReferenceStep:
         return self.scalar("sum", "target tokens") or 1.0
 
     def is_without_rows(self, key: TensorKey) -> bool:
-        """Whether rows were looked for, and not found in a tensor that has some."""
+        """Whether a tensor has rows, but the search for them failed."""
         is_unknown = self.row_placements.get(key, alignment.UNKNOWN_ROWS) == alignment.UNKNOWN_ROWS
         return bool(self.row_placements) and key.kind in ROW_KINDS and is_unknown
 
     def may_be_missing(self, tensor: alignment.ReferenceTensor, planned: PlannedRecords) -> bool:
-        """Whether no stage may have a tensor: a mask outside of blocks, or the gradient of an output that is an input.
+        """Whether no stage needs a tensor: a mask outside of blocks, or the gradient of an output that is an input.
 
         An earlier stage has the whole gradient of the latter.
         """
@@ -95,7 +95,7 @@ class ReferenceStep:
     def align(
         self, tensor: alignment.ReferenceTensor, records: RankRecords, planned: PlannedRecords | None
     ) -> list[alignment.AlignedTensorPair]:
-        """Pairs of what ranks have and should have of a tensor."""
+        """Pairs of the values of a tensor that ranks have and should have."""
         placement = self.row_placements.get(tensor.key, alignment.UNKNOWN_ROWS)
         return alignment.align_tensor(tensor, records, placement=placement, planned=planned)
 
@@ -107,14 +107,14 @@ class ReferenceStep:
 
 
 class TensorDifference(NamedTuple):
-    """How far one tensor is from the reference: the worst of its parts on ranks."""
+    """The distance of one tensor from the reference: the worst of its parts on ranks."""
 
     key: TensorKey
     relative_error: float
     bound: float
     rank: int | None = None  # None: the tensor is of all ranks together
     reason: str = ""  # Set where the difference is not one of size
-    record: RecordedTensor | None = None  # Of the rank
+    record: RecordedTensor | None = None  # The rank's record
 
     @property
     def is_rounding(self) -> bool:

@@ -47,9 +47,9 @@ class StepMasters:
         return group_by_key(self.records_by_rank)
 
     def differing_copies(self) -> Iterator[TensorDifference]:
-        """Masters of which ranks hold different values."""
-        for key, of_ranks in self._records.items():
-            if key.kind == "state" and (copies := self.planned.differing_copies(of_ranks)):
+        """Masters whose values differ between ranks."""
+        for key, rank_records in self._records.items():
+            if key.kind == "state" and (copies := self.planned.differing_copies(rank_records)):
                 yield TensorDifference(key, torch.inf, 0.0, copies[-1][0], self.planned.describe_copies(copies))
 
     def wrong_parameters(
@@ -57,45 +57,47 @@ class StepMasters:
     ) -> Iterator[TensorDifference]:
         """The recorded parameters of these kinds that are not the rounded masters of this step."""
         records = group_by_key(records_by_rank).items()
-        copies = ((key, of_ranks) for kind in kinds for key, of_ranks in records if key.kind == kind)
-        for key, of_ranks in (
+        copies = ((key, rank_records) for kind in kinds for key, rank_records in records if key.kind == kind)
+        for key, rank_records in (
             each for each in copies if not each[0].name.startswith(MASTER_PREFIX)
         ):  # The initial ones
-            wrong = [(rank, record, expected) for rank, record in of_ranks for expected in self._wrong(rank, record)]
+            wrong = [
+                (rank, record, expected) for rank, record in rank_records for expected in self._wrong(rank, record)
+            ]
             if not wrong:
                 continue
             rank, record, expected = wrong[0]
             ranks, cause = format_numbered("rank", sorted({rank for rank, *_ in wrong})), ""
             if expected.shape == record.value.shape:
                 cause = self._explain(rank, record, expected)
-            updates = {rank for rank, _ in self._of_ranks("state", key.name)}
+            updates = {rank for rank, _ in self._master_records("state", key.name)}
             if len(updates) == 1 and "which rank" not in cause:
                 cause += f"; rank {min(updates)} updates it" * (cause != "")
             dtype = self._dtype(key.name)
-            rounded = f" rounded to {dtype}" * (dtype != self._of_ranks("state", key.name)[0][1].dtype)
+            rounded = f" rounded to {dtype}" * (dtype != self._master_records("state", key.name)[0][1].dtype)
             reason = f"on {ranks} it is not its master{rounded}{cause and ': '}{cause}"
             yield TensorDifference(key, relative_distance(record.value, expected), 0.0, rank, reason, record)
 
     def _wrong(self, rank: int, record: RecordedTensor) -> Iterator[Tensor]:
         """The values that a parameter should have, if it has others."""
-        is_master = record.dtype != self._dtype(record.name) and record.kind != "used parameter"  # Of stage 3
+        is_master = record.dtype != self._dtype(record.name) and record.kind != "used parameter"  # A master of stage 3
         if record.shard is None or is_master:
             return
         expected = self._gather("rounded master", record.name, record.shard, rank=rank)
         if expected is not None and not _is_equal(record, expected):
             yield expected
 
-    def _of_ranks(self, kind: TensorKind, name: str) -> RankRecords:
+    def _master_records(self, kind: TensorKind, name: str) -> RankRecords:
         own_name = self.planned.own_name(parameter_name(name))
         return self._records.get(TensorKey(kind, MASTER_PREFIX * (kind == "state") + own_name), [])
 
     def _dtype(self, name: str) -> str:
-        return next((record.dtype for _, record in self._of_ranks("rounded master", name)), "")
+        return next((record.dtype for _, record in self._master_records("rounded master", name)), "")
 
     def _gather(self, kind: TensorKind, name: str, shard: RecordedShard, *, rank: int) -> Tensor | None:
         """The elements of a shard, from the masters that ranks update: its own, where it has some. None: unknown."""
         pieces = dict[int, tuple[RecordedShard, RecordedTensor]]()
-        for _, record in sorted(self._of_ranks(kind, name), key=lambda each: each[0] == rank):
+        for _, record in sorted(self._master_records(kind, name), key=lambda each: each[0] == rank):
             if record.shard is not None and record.shard.spec == shard.spec:
                 pieces[record.shard.start] = record.shard, record
         parts = [pieces[start] for start in sorted(pieces)]
@@ -113,12 +115,12 @@ class StepMasters:
         while before is not None:
             old = before._gather("rounded master", name, shard, rank=rank)
             if old is not None and _is_equal(record, old) and not torch.equal(old, expected):
-                return f"{NOT_UPDATED}: it keeps the value of before" + f", {steps} updates ago" * (steps > 1)
+                return f"{NOT_UPDATED}: it keeps its earlier value" + f", {steps} updates ago" * (steps > 1)
             before, steps = before.previous, steps + 1
         if record.is_sketched:
             return ""
         wrong = record.value != expected
-        location = locate_elements(shard, wrong, self._of_ranks("state", name))
+        location = locate_elements(shard, wrong, self._master_records("state", name))
         master = self._gather("state", name, shard, rank=rank)
         text = ""
         if master is not None and master.dtype != expected.dtype:
@@ -134,9 +136,9 @@ class StepMasters:
         indices = wrong.nonzero().flatten()
         elements = slice(int(indices[0]), int(indices[-1]) + 1)
         own_name, others = self.planned.own_name(parameter_name(record.name)), dict[str, Tensor]()
-        for key, of_ranks in self._records.items():
-            if key.kind == "rounded master" and (shard := of_ranks[0][1].shard) is not None:
-                all_of_it = RecordedShard(shard.spec, 0, max(r.shard.stop for _, r in of_ranks if r.shard))
+        for key, rank_records in self._records.items():
+            if key.kind == "rounded master" and (shard := rank_records[0][1].shard) is not None:
+                all_of_it = RecordedShard(shard.spec, 0, max(r.shard.stop for _, r in rank_records if r.shard))
                 value = self._gather("rounded master", key.name, all_of_it, rank=rank)
                 others |= {} if value is None else {key.name: value.double()}
         older = self.previous

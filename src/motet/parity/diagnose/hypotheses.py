@@ -1,14 +1,14 @@
 """Hypotheses about the cause of a difference, and the table in which they are tried.
 
-The table of what may have gone wrong, in the order in which it is tried; the first that fits the numbers wins.
+The table lists possible mistakes in the order in which they are tried; the first that fits the numbers wins.
 
-Hypotheses about activations in a pipeline: what belongs to another micro-batch, and what crosses a border.
+Hypotheses about activations in a pipeline: tensors of another micro-batch, and tensors that cross a border.
 
-Hypotheses about recomputation: backward computes something again, and gets other numbers than forward.
+Hypotheses about recomputation: backward recomputes a tensor, and gets other numbers than forward.
 
 Hypotheses about tensors that ranks compute in parts, by the ModelSharding: missing sums, parts of other ranks.
 
-Gradients as ranks gave them to reductions: whether the own gradient of a rank is wrong, or a sum of right ones.
+Hypotheses about inputs of reductions: the local gradient of a rank is wrong, or a sum of right ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,12 +72,12 @@ def is_of_another_microbatch(e: MismatchEvidence) -> str:
 PIPELINE_HYPOTHESES: tuple[Hypothesis, ...] = ((ACTIVATION_KINDS, is_of_another_microbatch),)
 
 
-_CAUSES_FIRST = ("buffer ", "random mask ", "activation ")  # What is first may have caused the others
+_CAUSES_FIRST = ("buffer ", "random mask ", "activation ")  # The first may have caused the others
 AFTER_BACKWARD = ("activation gradient", "gradient", "norm", "clipped gradient", "state", "parameter", "buffer")
 
 
 def is_recomputed_differently(e: MismatchEvidence) -> str:
-    """Words for what a rank recorded of a recomputation whose bits are not those of the forward."""
+    """Words for a tensor that a rank recomputed with other bits than in forward."""
     if e.kind not in AFTER_BACKWARD:
         return ""
     recorded = ((rank, r) for rank, records in enumerate(e.source.records_by_rank) for r in records)
@@ -103,14 +103,14 @@ def _order(record: RecordedTensor) -> int:
 
 def _words(name: str) -> str:
     if name.endswith(LEFT_CHANGED):
-        return f"{name}, which computes the forward again: it counts what the forward has counted"
+        return f"{name}, which computes the forward again: it repeats the counting of the forward"
     if name.startswith("buffer "):
         return f"backward computes the forward again with another buffer: {name}"
     return f"backward computes the forward again and gets another {name}"
 
 
 def is_a_summand(e: MismatchEvidence) -> str:
-    """Ranks that compute the same rows have different values of what should be one sum of them."""
+    """Ranks that compute the same rows have different values where they should have one sum of them."""
     if e.located is None:
         return ""
     located, worst, groups = e.located, e.located.worst_pair, same_rows_groups(e.located.recompute.layout.dims)
@@ -138,7 +138,7 @@ def is_the_part_of_another_rank(e: MismatchEvidence) -> str:
         is_candidate = pair.rank != e.rank and pair.record is not None and pair.expected.shape == e.value.shape
         if is_candidate and fit.is_equal_up_to_rounding(e.value, fit.as_numbers(pair.expected)):
             same = fit.is_equal_up_to_rounding(fit.as_numbers(pair.expected), e.expected)
-            return "" if same else f"it is what rank {pair.rank} should have"
+            return "" if same else f"it is the part of rank {pair.rank}"
     return ""
 
 
@@ -168,7 +168,7 @@ def describe_region(e: MismatchEvidence) -> str:
     split = [name for name, rule in sharding.rules.items() if rule.splits and name.startswith(tuple(names))]
     attributes = [f"{m}.{a} = {v}" for m, a, v in sharding.attributes if f"{m}.".startswith(tuple(names))]
     around = region.module or "the model"
-    return f"all tensors before it are right: of {around} ranks split {', '.join(split + attributes)}"
+    return f"all tensors before it are right: in {around} ranks split {', '.join(split + attributes)}"
 
 
 def differs_for_some_tokens(e: MismatchEvidence) -> str:
@@ -212,7 +212,7 @@ class ReductionInput(NamedTuple):
     rank: int
     record: RecordedTensor
     shard: RecordedShard
-    results: Sequence[MicroBatchResult]  # Of one device, for the micro-batches that are in it
+    results: Sequence[MicroBatchResult]  # Results of one device for its micro-batches
 
     def cut(self, gradient: Tensor) -> Tensor:
         """The same elements of an unsharded gradient."""
@@ -238,7 +238,7 @@ def _reduction_inputs(located: LocatedDifference, planned: PlannedRecords, kind:
 
 
 def _wrong_inputs(located: LocatedDifference, planned: PlannedRecords, kind: RankKind) -> dict[int, ReductionInput]:
-    """The first input of each rank that is not what one device has."""
+    """The first input of each rank that differs from that of one device."""
     bound, wrong = located.difference.difference.bound, dict[int, ReductionInput]()
     for reduced in _reduction_inputs(located, planned, kind):
         expected = reduced.cut(_sum_gradients(reduced.results, located.key.name))
@@ -263,7 +263,7 @@ def explain_own_gradient(e: MismatchEvidence) -> str:
     if recompute.step:
         before, places = replace(recompute, step=recompute.step - 1), {result[:2] for result in reduced.results}
         results = [result for result in before.microbatch_results if result[:2] in places]
-        alternatives["what it was in the step before"] = _sum_gradients(results, e.name)
+        alternatives["its value in the step before"] = _sum_gradients(results, e.name)
         clipped = recompute.reference_runs.step_references[before.step].value_of(TensorKey("clipped gradient", e.name))
         alternatives |= {} if clipped is None else {"the clipped gradient of the step before": clipped}
     evidence = MismatchEvidence(
@@ -282,13 +282,13 @@ def explain_own_gradient(e: MismatchEvidence) -> str:
         source_tensors={f"gradient {n}": _sum_gradients(reduced.results, n) for n in reduced.results[0].gradients},
     )
     cause = explain(evidence, TENSOR_HYPOTHESES)
-    of_all = explain(e, TENSOR_HYPOTHESES) if len(wrong) == planned.plan.dims.ranks > 1 else ""
-    sentence = f"the own gradient of {format_numbered('rank', sorted(wrong))} is wrong{cause and ': '}{cause}"
-    return sentence + (f"; their sum: {of_all}" if of_all not in ("", cause) else "")
+    sum_cause = explain(e, TENSOR_HYPOTHESES) if len(wrong) == planned.plan.dims.ranks > 1 else ""
+    sentence = f"the local gradient of {format_numbered('rank', sorted(wrong))} is wrong{cause and ': '}{cause}"
+    return sentence + (f"; their sum: {sum_cause}" if sum_cause not in ("", cause) else "")
 
 
 def wrong_sum_text(e: MismatchEvidence) -> str:
-    """The begin of a sentence about the reduction that is wrong; empty if nothing was recorded of it."""
+    """The beginning of a sentence about the wrong reduction; empty if it has no record."""
     located, planned = e.source, e.source.recompute.planned
     if planned is None or TensorKey("local gradient", e.name) not in located.records_by_key:
         return ""
@@ -302,7 +302,7 @@ def wrong_sum_text(e: MismatchEvidence) -> str:
 
 def starts_differently(e: MismatchEvidence) -> str:
     if e.source.difference.at.phase != TRAJECTORY:
-        return "it is not what was stored before this step"
+        return "it differs from the value stored before this step"
     return "" if e.source.recompute.step else "its initial values differ from those of one device"
 
 
@@ -324,9 +324,9 @@ def buffer_differs(e: MismatchEvidence) -> str:
 SHORT_FORWARDS = {SHORT_LOSS: "a forward without gradients", GENERATED: "the generation of tokens"}
 MAX_NAMED_IDS = 8
 UNEXPLAINED = {
-    "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
-    "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",
-    "random mask": "it is no mask of any of these rows and steps: drawn with another seed, "
+    "gradient": "no sum of contributions of ranks and micro-batches gives it: it was changed during the sum, or after",
+    "norm": "gradients are right, and no sum of their squares gives it: it includes others, or was changed after",
+    "random mask": "it is not a mask of any of these rows and steps: drawn with another seed, "
     "or by a generator that goes on",
 }
 
@@ -345,11 +345,11 @@ def describe_unexplained(e: MismatchEvidence) -> str:
     if e.value.shape == e.expected.shape:
         differing = int((e.value != e.expected).sum())
     if "[" in e.name:  # An argument of a block
-        return f"the batch is right, and {differing} of {count} elements of what this block gets of it differ"
+        return f"the batch is right, and {differing} of {count} elements of this block's part of it differ"
     if differing < count / 2:
         return f"its rows are right, but {differing} of their {count} elements differ"
     return (
-        f"it is of no row of the {len(e.source.recompute.reference_runs.step_references)} steps that were compared: "
+        f"it matches no row of the {len(e.source.recompute.reference_runs.step_references)} compared steps: "
         "rows are read in another order (another seed, say), or from another place"
     )
 
@@ -378,7 +378,7 @@ def find_likely_cause(recompute: SingleDeviceRecompute, records: RecordsByRank, 
     try:
         cause, key = _find_cause(recompute, records, difference), difference.difference.key
         return "; ".join(filter(None, (cause, _advice(recompute, records, key))))
-    except Exception as error:  # noqa: BLE001  # whatever a hypothesis runs into
+    except Exception as error:  # noqa: BLE001  # a hypothesis may raise anything
         return f"looking for its cause failed: {type(error).__name__}: {error}"
 
 
@@ -413,7 +413,7 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
 
 def _advice(recompute: SingleDeviceRecompute, records: RecordsByRank, key: TensorKey) -> str:
     """Words for the tensors that parallel code of the caller should return, if it returns no gradients."""
-    has_gradients = any(record.kind == "gradient" for of_rank in records for record in of_rank)
+    has_gradients = any(record.kind == "gradient" for rank_records in records for record in rank_records)
     if not recompute.reference_runs.has_mean_gradients or has_gradients or key.kind not in ("parameter", "norm"):
         return ""
     return (

@@ -45,8 +45,8 @@ TARGET_TOKENS = "target tokens"
 DTYPE_EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROUNDING_MATCH = 1e-3  # Some elements may have been rounded the other way
 MAX_ENUMERATED = 8
-MAX_COARSE_FACTOR = 8  # Of numerators and denominators; larger ones are too near to each other for rounded numbers
-MAX_LOCATED_FRACTION = 0.95  # Of the elements of a shard; more are nearly all
+MAX_COARSE_FACTOR = 8  # Largest numerator and denominator; larger ones are too near to each other for rounded numbers
+MAX_LOCATED_FRACTION = 0.95  # Fraction of a shard's elements; more are nearly all
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ Contributions = Sequence[MicroBatchContribution]
 
 
 def explain_contributions(value: Tensor, contributions: Contributions, rank: int | None) -> str:
-    """Name what is missing, repeated or scaled in the sum that `rank` has."""
+    """Name the missing, repeated or scaled contributions in the sum that `rank` has."""
     present = _nonzero(contributions)
     if len(present) > 1 and value.numel() <= len(present):
         return explain_by_enumeration(value, present, "the contribution of ")
@@ -224,9 +224,9 @@ def explain_by_enumeration(value: Tensor, contributions: Contributions, noun: st
 
 
 def _multiplicities(contributions: Contributions) -> Tensor:
-    """Rows of how often each contribution is there.
+    """Rows of how often each contribution occurs.
 
-    Of many contributions only one, one rank, or one micro-batch of all ranks is missing, repeated or alone.
+    Among many contributions only one, one rank, or one micro-batch of all ranks is missing, repeated or alone.
     """
     count = len(contributions)
     if count <= MAX_ENUMERATED:
@@ -255,7 +255,7 @@ def locate_elements(shard: RecordedShard, is_wrong: Tensor, masters: RankRecords
     wrong, numel = is_wrong.nonzero().flatten(), prod(shard.spec.shape)
     if not len(wrong) or int(wrong[-1] + 1 - wrong[0]) >= MAX_LOCATED_FRACTION * shard.numel:
         return ""
-    indices = shard.cut(torch.arange(1, numel + 1))[wrong] - 1  # Padding has none
+    indices = shard.cut(torch.arange(1, numel + 1))[wrong] - 1  # Padding has no number
     inside = indices[indices >= 0]
     if not len(inside):
         return ", in the padding of the rank's part"
@@ -279,7 +279,7 @@ BEFORE_CLIPPING = "the gradient before clipping"
 class LocatedDifference:
     """One tensor that differs, as the ranks recorded it and as one device has it."""
 
-    recompute: SingleDeviceRecompute  # Of its step
+    recompute: SingleDeviceRecompute  # Recomputation of its step
     records_by_rank: RecordsByRank
     difference: DifferenceAtStep
     reference: ReferenceStep
@@ -305,8 +305,8 @@ class LocatedDifference:
 
     def location_text(self) -> str:
         """The ranks and elements that differ, if others do not."""
-        bound, of_ranks = self.difference.difference.bound, [p for p in self.pairs if p.rank is not None]
-        ranks = sorted({p.rank or 0 for p in of_ranks if self.reference.distance_of(self.key, p) > bound})
+        bound, rank_pairs = self.difference.difference.bound, [p for p in self.pairs if p.rank is not None]
+        ranks = sorted({p.rank or 0 for p in rank_pairs if self.reference.distance_of(self.key, p) > bound})
         is_part = 0 < len(ranks) < len({p.rank for p in self.pairs if p.value.numel()})
         text = f", on {format_numbered('rank', ranks)} alone" if is_part else ""
         text += self._pipeline_text()
@@ -324,7 +324,7 @@ class LocatedDifference:
         sharding, bound, text = planned.plan.model_sharding, self.difference.difference.bound, ""
         is_last_block = module_of(self.key.name) == sharding.block_names[sharding.stages[stage].stop - 1]
         if is_last_block and self.key.kind == "activation gradient" and stage + 1 < len(sharding.stages):
-            text = f", of what stage {stage + 1} sends back to stage {stage}"
+            text = f", sent back by stage {stage + 1} to stage {stage}"
         by_microbatch = [(p.record.microbatch, self.reference.distance_of(self.key, p)) for p in self.pairs if p.record]
         wrong = sorted({microbatch for microbatch, distance in by_microbatch if distance > bound})
         is_part = 0 < len(wrong) < len(dict(by_microbatch))
@@ -383,7 +383,7 @@ class LocatedDifference:
             TARGET_TOKENS: sum(targets_by_rank.values()),
             **{f"{TARGET_TOKENS} of rank {rank}": count for rank, count in targets_by_rank.items()},
             **{f"{TARGET_TOKENS} of micro-batch {r.microbatch} of rank {r.rank}": r.target_count for r in results},
-            "what gradients are scaled by": self.gradient_scale,
+            "scale of all gradients": self.gradient_scale,
             "the square of dp": float(sharding.ranks) ** 2,
         }
 
@@ -404,16 +404,16 @@ class LocatedDifference:
 
 @dataclass(frozen=True)
 class MismatchEvidence:
-    """The values of a hypothesis; the collector leaves empty what the kind of the tensor does not have."""
+    """The values that a hypothesis tests; the collector leaves empty the fields that a kind of tensor does not have."""
 
     value: Tensor
     expected: Tensor
     rank: int | None = None  # None: the value is of all ranks together
-    known_factors: Mapping[str, float] = field(default_factory=dict)  # What factors may come from: `dp` -> 4
+    known_factors: Mapping[str, float] = field(default_factory=dict)  # Possible origins of factors: `dp` -> 4
     kind: TensorKind = "gradient"
     name: str = ""
     contributions: Contributions = ()  # Their sum is expected
-    alternatives: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> what it might be instead
+    alternatives: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> tensor that it might be
     alternative_rows: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> [rows, elements of each]
     value_before_step: Tensor | None = None
     source_tensors: Mapping[str, Tensor] = field(default_factory=dict)  # Name -> tensor that it might be a slice of
@@ -439,7 +439,7 @@ class OptimizerEvidence(NamedTuple):
 
 
 def make_evidence(located: LocatedDifference) -> MismatchEvidence:
-    """Everything that hypotheses about this kind of tensor look at."""
+    """The values that hypotheses about this kind of tensor test."""
     (kind, name), pair, recompute = located.key, located.worst_pair, located.recompute
     factors = located.known_factors
     evidence = MismatchEvidence(pair.value, pair.expected, pair.rank, factors, kind=kind, name=name, located=located)
@@ -496,7 +496,7 @@ def _same_kind(located: LocatedDifference) -> dict[str, Tensor]:
         if (clipped := previous.value_of(TensorKey("clipped gradient", name))) is not None:
             tensors["the clipped gradient of the step before"] = clipped
     if kind not in ("state", "parameter", "buffer"):
-        tensors |= _in_other_steps(located, located.key, "what it was in")
+        tensors |= _in_other_steps(located, located.key, "its value in")
     tensors |= {f"that of {other}": tensor for other, tensor in _others_of_kind(located, kind, name).items()}
     selected = {words: located.select(tensor) for words, tensor in tensors.items()}
     return {words: tensor for words, tensor in selected.items() if tensor.ndim}
@@ -569,7 +569,7 @@ def _optimizer_evidence(e: MismatchEvidence, located: LocatedDifference) -> Opti
 
 
 def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> MismatchEvidence:
-    """Rows that a micro-batch might have instead, and what its own rows would be with another mistake."""
+    """Add rows that a micro-batch might have instead, and the values of its rows after another mistake."""
     (kind, name), record = located.key, located.worst_pair.record
     if record is None or evidence.value.ndim != 2:
         return evidence
@@ -584,7 +584,7 @@ def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> Mismat
     alternatives: dict[str, Tensor] = {}
     if kind == "sample":
         samples = _others_of_kind(located, kind, name)
-        alternatives = {f"what {other} should be": value for other, value in samples.items()}
+        alternatives = {f"the value of {other}": value for other, value in samples.items()}
     own_rows = _as_rows(located, alternatives, set(record.rows))
     return replace(evidence, alternative_rows=_as_rows(located, rows), alternatives=own_rows)
 

@@ -22,7 +22,7 @@ from motet.parity.record.record_verification_steps import FROM_REFERENCE, NATIVE
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKind
 from motet.parity.subjects.job_subject import JobVerificationSubject
 
-MIN_CLEAR_RATIO = 4.0  # A cause must explain all but the noise; the error is as many times the largest of rounding
+MIN_CLEAR_RATIO = 4.0  # A cause must explain all but the noise; the error is this many times the largest of rounding
 MAX_TOLERANCE = 0.1  # With more noise any factor fits
 
 
@@ -39,9 +39,9 @@ class NativeComparison:
     """A layout in the job's own precision: its recorded steps, after its initial state and a restored one."""
 
     native: NativeReference
-    spreads: Sequence[SummationOrderSpread]  # Of the last step of one device, and of those after it; none in float64
+    spreads: Sequence[SummationOrderSpread]  # One device's last step, and the steps after it; none in float64
     recorded: Mapping[RecordedStepKey, RecordsByRank]
-    subject: JobVerificationSubject  # In the layout
+    subject: JobVerificationSubject  # The job in the layout
 
     @cached_property
     def recompute(self) -> SingleDeviceRecompute:
@@ -71,7 +71,7 @@ class NativeComparison:
         planned, spread = self.recompute.planned, self.spreads[index] if self.spreads else None
         assert planned is not None
         if index:
-            kept = [[record for record in of_rank if record.kind == "sum"] for of_rank in records]
+            kept = [[record for record in rank_records if record.kind == "sum"] for rank_records in records]
             native = replace(self.native, bitwise_reference=None)
             return list(z_scores_of_step(native, spread, kept, planned=planned))
         return list(z_scores_of_step(self.native, spread, records, planned=planned))
@@ -114,7 +114,7 @@ class NativeComparison:
         return cause or score.cause
 
     def _tolerance(self, score: DifferenceZScore) -> float:
-        """How far rounding moves the tensor; a master is compared by its change."""
+        """The distance by which rounding moves the tensor; a master is compared by its change."""
         typical, key = score.typical_error, score.difference.key
         reference = self.spreads[0].reference.value_of(key) if self.spreads else None
         before = self.recompute.state_before_step.get(key.name) if key.name.startswith(MASTER_PREFIX) else None

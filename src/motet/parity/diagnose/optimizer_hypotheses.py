@@ -1,4 +1,4 @@
-"""Hypotheses about masters and moments: what they were updated with.
+"""Hypotheses about masters and moments: the inputs of their update.
 
 Hypotheses about scalars: losses, counts of targets and the gradient norm.
 """
@@ -108,7 +108,7 @@ def _implied_input_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
         implied = (e.value - weighted_sum(new_terms)) / decay
         before = MismatchEvidence(implied, moment, e.rank, e.known_factors, source_tensors=sources)
         if text := explain(before, EXACT_HYPOTHESES):
-            return f"what it was before the step is wrong: {text}"
+            return f"its value before the step is wrong: {text}"
     if o.state_name == "exp_avg_sq":
         return ""
     gradient = (e.value - decay * moment) / new_terms[0].expected_factor
@@ -162,7 +162,7 @@ def squares_are_multiplied(e: MismatchEvidence) -> str:
 
 
 def is_another_norm(e: MismatchEvidence) -> str:
-    """Compared with the squares of the gradients that each rank has."""
+    """Compare with the squares of each rank's gradients."""
     count, square, expected = e.source.reference.target_count, float(e.value) ** 2, float(e.expected) ** 2
     squares_by_rank = [
         {record.name: record.squared_norm / count**2 for record in records if record.kind == "gradient"}
@@ -275,9 +275,9 @@ def _alternative_squares(squares_by_rank: SquaresByRank, expected_square: float,
     yield "it is not divided by the count of target tokens", expected_square * target_count**2
     for rank, squares in enumerate(squares_by_rank):
         local_square = sum(squares.values())
-        yield f"it is that of what rank {rank} has alone: the sum over the ranks is missing", local_square
-        yield f"it leaves out what rank {rank} has", expected_square - local_square
-        yield f"it has what rank {rank} has twice", expected_square + local_square
+        yield f"it is that of rank {rank} alone: the sum over the ranks is missing", local_square
+        yield f"it leaves out that of rank {rank}", expected_square - local_square
+        yield f"it has that of rank {rank} twice", expected_square + local_square
     names = sorted({name for squares in squares_by_rank for name in squares})
     largest = {name: max(squares.get(name, 0.0) for squares in squares_by_rank) for name in names}
     sum_of_norms = sum(math.sqrt(square) for square in largest.values())

@@ -30,7 +30,7 @@ class ExpectedOptimizerUpdate:
     settings: OptimizerSettings
     learning_rate: float
     weight_decay: float
-    step_count: float  # With this step
+    step_count: float  # Steps, this one included
     master: Tensor
     moments: Mapping[str, Tensor]  # exp_avg, exp_avg_sq or momentum_buffer, before the step
     gradient: Tensor
@@ -59,7 +59,7 @@ class ExpectedOptimizerUpdate:
         return self.master if state_name == "master" else torch.zeros_like(self.master)
 
     def summands(self, state_name: str) -> list[OptimizerUpdateTerm]:
-        """The terms of a moment, that before the step first; or of the change of a master."""
+        """The terms of a moment, its value before the step first; or of the change of a master."""
         (beta1, beta2), gradient = self.settings.betas, self.gradient
         decay = OptimizerUpdateTerm("weight decay", self.master, self.weight_decay)
         if state_name == "master":
@@ -74,7 +74,7 @@ class ExpectedOptimizerUpdate:
             "exp_avg_sq": (beta2, [OptimizerUpdateTerm("the square of the gradient", gradient.square(), 1 - beta2)]),
             "momentum_buffer": (self.settings.momentum, [OptimizerUpdateTerm("the gradient", gradient, 1.0), decay]),
         }[state_name]
-        return [OptimizerUpdateTerm("what it was before", self.moments[state_name], factor), *new_terms]
+        return [OptimizerUpdateTerm("its earlier value", self.moments[state_name], factor), *new_terms]
 
     def alternatives(self) -> Iterator[tuple[str, "ExpectedOptimizerUpdate"]]:
         """Descriptions of mistakes, each with the update that it makes."""

@@ -29,7 +29,7 @@ class MicroBatchResult(NamedTuple):
 
 @dataclass(frozen=True)
 class SingleDeviceRecompute:
-    """One device that computes, at one step of the reference, what the ranks of a layout should compute."""
+    """One device that computes the tensors that ranks of a layout should have, at one step of the reference."""
 
     subject: recording.VerificationSubject
     layout: Layout
@@ -99,7 +99,7 @@ class SingleDeviceRecompute:
             yield
 
     def _rows_by_microbatch(self) -> Iterator[tuple[int, int, range]]:
-        """Rows of the ranks that report targets; other ranks compute parts of the same."""
+        """Rows of the ranks that report targets; other ranks compute parts of the same rows."""
         dims = self.layout.dims
         for rank in (rank for rank in range(dims.ranks) if reports("targets", dims.coordinates(rank), dims)):
             for microbatch, rows in enumerate(contributing_rows_of_rank(self.layout, rank, self.subject.batch_rows)):
@@ -142,7 +142,7 @@ def wrong_vocabulary_losses(logits: Tensor, targets: Tensor, weights: Tensor, *,
 def recompute_layout(
     subject: recording.VerificationSubject, world: int, reference_runs: ReferenceRuns
 ) -> SingleDeviceRecompute:
-    """One device that computes what the ranks of a layout should compute by its plan."""
+    """One device that computes the tensors that ranks of a layout should have by its plan."""
     plan = subject.step_plan(reference_runs.inventory, world)
     planned = PlannedRecords(plan, reference_runs.step_references[0].activation_order)
     return SingleDeviceRecompute(subject, subject.layout_for(world), reference_runs, planned)

@@ -1,4 +1,4 @@
-"""Hypotheses about tensors: equations with what the reference has, which hold up to rounding or do not, in words."""
+"""Hypotheses about tensors: equations with tensors of the reference, which hold up to rounding or do not, in words."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +16,13 @@ from motet.parity.diagnose.tolerances import tolerances
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKey, TensorKind
 
 NOT_UPDATED = "it was not updated"
-MOSTLY_EQUAL_FRACTION = 0.9  # Of the elements of a slice
+MOSTLY_EQUAL_FRACTION = 0.9  # Fraction of the elements of a slice
 # Ids in which a row of a batch may differ from the row that the data has: the samples of a verification get two ids of
 # their row and step in place of others, so a row in the wrong place has two of each place
 REPLACED_IDS = 4
 IDS = ("tokens", "source", "targets")  # Samples with such ids
-MIN_ELEMENTS_FOR_ROUNDING = 16  # Fewer do not tell rounding from other small mistakes
-# A test of what went wrong, for some kinds of tensors; its words are empty where it does not hold.
+MIN_ELEMENTS_FOR_ROUNDING = 16  # Fewer do not distinguish rounding from other small mistakes
+# A test for one mistake, for some kinds of tensors; its words are empty where it does not hold.
 Hypothesis = tuple[Sequence[TensorKind], Callable[[MismatchEvidence], str]]
 
 
@@ -131,7 +131,7 @@ def is_another_slice(e: MismatchEvidence) -> str:
             is_long = high - low > max(1, count // 2)
             if is_long and _is_mostly_equal(value[low - first : high - first], flat[low:high], limit):
                 before = f"{-first} element{'s' * (first < -1)} before {name}"
-                return f"it is what belongs {f'at element {first} of {name}' if first >= 0 else before}"
+                return f"it is the slice {f'at element {first} of {name}' if first >= 0 else before}"
     return ""
 
 
@@ -154,7 +154,7 @@ def contribution_is_rounded(e: MismatchEvidence) -> str:
 
 
 def has_low_precision(e: MismatchEvidence) -> str:
-    """The error is as large as that of arithmetic in a smaller dtype, and points anywhere; in updates any does."""
+    """The error is as large as that of arithmetic in a smaller dtype, in a random direction; updates are left out."""
     expected = e.expected.double().flatten()
     error = e.value.double().flatten() - expected
     similarity = abs(float(torch.cosine_similarity(error, expected, 0)))
@@ -163,7 +163,7 @@ def has_low_precision(e: MismatchEvidence) -> str:
         return ""
     size = relative_distance(e.value, e.expected)
     names = [dtype_name(dtype) for dtype, epsilon in fit.DTYPE_EPSILON.items() if epsilon / 50 < size < epsilon]
-    return f"it differs as much as what is computed in {names[0]} does" if names else ""
+    return f"it differs as much as a computation in {names[0]}" if names else ""
 
 
 LOSSES: tuple[TensorKind, ...] = ("sum", "evaluation")

@@ -1,4 +1,4 @@
-"""How near numbers must be for an equation between them to hold: in float64, or in the precision of a job."""
+"""Tolerances within which an equation between numbers holds: in float64, or in the precision of a job."""
 
 import math
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 
 
 def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in whatever a module returns."""
+    """The floating-point tensors in the output of a module."""
     if isinstance(output, Tensor) and output.is_floating_point():
         yield name, output
     elif isinstance(output, Mapping | list | tuple):

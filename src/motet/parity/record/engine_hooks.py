@@ -59,7 +59,7 @@ def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
 
 @contextmanager
 def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
-    """Record what the engine sums and updates. It stays the same engine, for its own state is compared too."""
+    """Record the sums and updates of the engine, which stays the same object: its state is compared, too."""
     original_update, sharded = engine.update, engine.optimizer.sharded_parameters
 
     def update(*args: Any, **kwargs: Any) -> StepStats:
@@ -102,7 +102,7 @@ def patched_method(owner: object, name: str, replacement: Callable[..., Any]) ->
 
 @contextmanager
 def _recording_stages(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
-    """Record under the number of its micro-batch what a pipeline computes."""
+    """Record the tensors of a pipeline under the number of their micro-batch."""
     pipeline = engine.pipeline
     if pipeline is None:
         yield
@@ -152,7 +152,7 @@ def _record_gradients(
 ) -> None:
     reductions = [each for each in unit.schedule if each.tensor == "gradients" and each.over and not each.is_gather]
     is_first = action == reductions[0]
-    if action.kind == "tree_all_reduce":  # Its input are sums over parts of a tree
+    if action.kind == "tree_all_reduce":  # Its inputs are sums over parts of a tree
         return
     groups = () if is_first else reductions[0].rank_groups
     shard = next((ranks.index(position) for ranks in groups if position in ranks), None)
@@ -176,7 +176,7 @@ def unit_members(unit: CommUnit, flat: Tensor, shard: int | None) -> Iterator[tu
         return
     shapes, by_shard, offset = unit.shapes, flat.view(unit.shards if shard is None else 1, -1), 0
     widths = {m.name: ceil(shapes[m.name][0] / unit.shards) * prod(shapes[m.name][1:]) for m in unit.members}
-    if by_shard.shape[1] != sum(widths.values()):  # FSDP2 before torch 2.13 leaves out what got no gradient
+    if by_shard.shape[1] != sum(widths.values()):  # FSDP2 before torch 2.13 leaves out parameters without a gradient
         return
     for name, width in widths.items():
         first, stop = ranges.get(name, (0, 0))

@@ -1,4 +1,4 @@
-"""Checks that backward computes again what forward computed, by checksums of buffers, masks and outputs of modules.
+"""Checks that backward repeats the numbers of forward, by checksums of buffers, masks and outputs of modules.
 
 Recomputation repeats the kernels of the forward, so their bits are the same.
 """
@@ -21,7 +21,7 @@ _Digests = Mapping[str, int]
 
 def digest(value: Tensor) -> int:
     """A checksum of the bits of all elements."""
-    copy = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # FSDP2 cannot free what numpy has seen
+    copy = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # FSDP2 cannot free one that numpy saw
     as_bytes: Any = copy.view(-1).view(torch.uint8).numpy()
     return crc32(as_bytes)
 
@@ -34,7 +34,7 @@ class RecomputedBuffers:
     """
 
     current_microbatch: Callable[[], int]
-    report: Callable[[str, Tensor], None]  # Called with words about a buffer, and the buffer
+    report: Callable[[str, Tensor], None]  # Called with a description of a buffer, and the buffer
     _at_call: dict[str, dict[int, list[_Digests]]] = field(default_factory=dict)  # Module -> micro-batch -> calls
     _after_forward: dict[str, _Digests] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class RecomputedBuffers:
                 hook.remove()
 
     def check_unchanged(self, module: nn.Module) -> None:
-        """Called after all backwards of a step."""
+        """Report buffers that backward has changed, after all backwards of a step."""
         for name, after_forward in self._after_forward.items():
             owner = module.get_submodule(name)
             for buffer, now in _digests(owner).items():

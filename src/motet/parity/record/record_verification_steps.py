@@ -51,7 +51,7 @@ NATIVE_STEPS_AFTER = 2  # Steps that follow the one that is compared, with the p
 COPY_KINDS: frozenset[TensorKind] = frozenset(
     ["starting parameter", "used parameter", "parameter", "state", "rounded master", "sum"]
 )
-NATIVE_FOLDER = "native"  # Of the job in its own precision, if it is verified in that too
+NATIVE_FOLDER = "native"  # Subfolder of the job in its own precision, if that is verified, too
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     folder: Path
     layout_index: int
     world: int
-    steps: int = 0  # Phases are listed for as many
+    steps: int = 0  # Number of steps of each phase
 
     @property
     def checkpoint_subfolder(self) -> str:
@@ -275,7 +275,7 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         return sum(1 for _ in self)
 
     def save_model_sharding(self, rank: int, model_sharding: ModelSharding) -> None:
-        """Save the split of the model by which the ranks train; those of others are the same, or steps will differ."""
+        """Save the split of the model by which the ranks train; all ranks have the same one, or steps will differ."""
         if rank == 0:
             self._model_sharding_file.write_bytes(TypeAdapter(ModelSharding).dump_json(model_sharding))
 

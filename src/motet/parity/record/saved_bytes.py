@@ -1,8 +1,8 @@
 """Bytes that blocks keep between forward and backward, of tensors that their forward made.
 
-A block with full recomputation keeps only its output and what its arguments hold, such as a mask that the first block
-makes. With selective recomputation it keeps the results of its matrix products, too. Copies of the buffers that it may
-change are added to both.
+A block with full recomputation keeps only its output and the tensors in its arguments, such as a mask that the first
+block makes. With selective recomputation it keeps the results of its matrix products, too. Copies of the buffers that
+it may change are added to both.
 """
 
 import gc
@@ -36,14 +36,14 @@ class SavedBytes(NamedTuple):
     policy: str
     kept: int
     allowed: int
-    largest: str  # Of the tensors that it keeps, with the kernel that made it
+    largest: str  # The largest tensor that it keeps, with the kernel that made it
     is_recomputed: bool  # Backward computes the block again
 
     def __str__(self) -> str:
         products = f", and {self.allowed} bytes of matrix products" if self.policy == "selective" else ""
         how = "" if self.is_recomputed else "; backward does not compute it again"
         return (
-            f"micro-batch {self.microbatch} keeps {self.kept} bytes of what {self.block} computes until backward, but "
+            f"micro-batch {self.microbatch} keeps {self.kept} bytes of the results of {self.block} until backward, but "
             f"{self.policy} recomputation keeps only its input and output{products}; the largest tensor is "
             f"{self.largest}{how}"
         )
@@ -52,7 +52,7 @@ class SavedBytes(NamedTuple):
 def record_saved_bytes(engine: TrainingEngine, step: Callable[[TensorRecorder], None]) -> list[RecordedTensor]:
     """A record for each call of a block that keeps more than its policy, in a step that records nothing else.
 
-    A step must have been done before: what a module keeps for good counts only when it is made.
+    A step must have been done before: tensors that a module keeps for good count only when they are made.
     """
     recomputation = engine.recomputation.recomputation
     if recomputation is None:
@@ -73,7 +73,7 @@ def record_saved_bytes(engine: TrainingEngine, step: Callable[[TensorRecorder], 
 
 
 class _NoRecorder(TensorRecorder):
-    """Records nothing, so that all that lives is what training keeps."""
+    """Records nothing, so that only the tensors of training live."""
 
     def add(self, *_: Any, **__: Any) -> None:
         """Leave the tensor out."""
@@ -96,7 +96,7 @@ class _BlockMeter:
 
     @contextmanager
     def watching(self, blocks: list[nn.Module]) -> Iterator[None]:
-        """Measure each call of these blocks, around what recomputes them."""
+        """Measure each call of these blocks, around the recomputation."""
         names = {block: name for name, block in self.module.named_modules()}
         ends = [intercept_calls(block, partial(self._call, i, names[block])) for i, block in enumerate(blocks)]
         ends += [b.register_forward_pre_hook(partial(self._on_call, names[b])).remove for b in blocks]
@@ -147,7 +147,7 @@ class _MadeByBlock:
 
     def __init__(self) -> None:
         self.tracker, self.product_bytes = StorageTracker(on_kernel=self._on_kernel), 0
-        self._result_begin: int | None = None  # When a product together with what is done to it began
+        self._result_begin: int | None = None  # When a product and the operations on its result began
 
     def _on_kernel(self, kernel: Any, args: Any, *, read: Any, result: Any) -> None:
         if is_result_pending():
@@ -157,7 +157,7 @@ class _MadeByBlock:
         self.product_bytes += result.nbytes if kernel in KEPT_OPERATORS else 0
 
     def count_result(self) -> None:
-        """Count what is left of a product together with what was done to it."""
+        """Count the bytes that are left of a product and of the operations on its result."""
         if self._result_begin is not None:
             self.product_bytes += sum(size for each, size in self._living() if each.born > self._result_begin)
         self._result_begin = None

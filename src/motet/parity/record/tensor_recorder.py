@@ -1,6 +1,6 @@
 """Hooks that record every tensor that one rank computes in a step.
 
-The part of each activation that a rank has: the ModelSharding says it, and nothing is guessed from shapes.
+The ModelSharding gives the part of each activation that a rank has; nothing is guessed from shapes.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ class ParallelRegion:
     """Modules that run between communication, where ranks compute different parts of the same rows."""
 
     opened_by: tuple[str, ...]  # Modules before whose inputs ranks communicate
-    closed_by: str  # The module after which they do
+    closed_by: str  # The module after which they communicate
 
     @property
     def module(self) -> str:
@@ -60,11 +60,11 @@ class ParallelRegion:
 
 @dataclass(frozen=True)
 class ActivationParts:
-    """How a layout splits what modules return; names are those of records."""
+    """The splits of modules' outputs by a layout; names are those of records."""
 
     sharding: ModelSharding
     dims: ParallelDims
-    # Outputs in the order in which they are computed; without it, all in the module around a region may belong to it.
+    # Outputs in the order of computation; without it, all outputs in the module around a region may belong to it.
     order: Mapping[str, int] = field(default_factory=dict)
 
     def splits(self, name: str) -> tuple[DimensionSplit, ...] | None:
@@ -101,7 +101,7 @@ class ActivationParts:
         return ShardSpec(shape, tuple(spans), tuple(padding) if any(padding) else ())
 
     def local_spec(self, name: str, rank: int, local_shape: tuple[int, ...]) -> ShardSpec | None:
-        """The same by the shape on the rank; None, too, if the rank should have another shape."""
+        """The part by its shape on the rank; None also if the rank should have another shape."""
         shape = list(local_shape)
         for split in self.splits(name) or ():
             if -len(shape) <= split.dim < len(shape):
@@ -215,14 +215,14 @@ ForwardKind = Literal[
     "starting parameter", "sample", "random mask", "used parameter", "activation", "loss", "activation gradient"
 ]  # fmt: skip
 LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
-# What one device does not have: the inputs of reductions over ranks, what backward computes again differently, and what
-# is kept for backward though it should not be. A rounded master is what the model should compute with.
+# Kinds that one device does not have: inputs of reductions over ranks, tensors that backward recomputes differently,
+# and bytes that should not be kept for backward. The model should compute with the rounded masters.
 RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes", "loss scale", "rounded master"]
 TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
 MASTER_PREFIX = "master/"
-MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
+MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show the precision they were rounded to
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096  # A shard with more elements gets a sketch of this size
 MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512  # The same for one row of an activation
 MAX_MASK_ROW_NUMEL = 2**16  # Elements of a mask are small
@@ -243,7 +243,7 @@ class TensorKey(NamedTuple):
 class RecordedShard(NamedTuple):
     """Which elements of a tensor a rank has: a run of those of its local tensor."""
 
-    spec: ShardSpec  # Of the local tensor
+    spec: ShardSpec  # The part that the local tensor is
     start: int
     stop: int
 
@@ -271,17 +271,17 @@ class RecordedTensor(NamedTuple):
     kind: TensorKind
     name: str
     value: Tensor  # A sketch, where the tensor is large
-    microbatch: int = -1  # In the order of this rank; -1: the tensor belongs to the step
+    microbatch: int = -1  # Position in the order of this rank; -1: the tensor belongs to the step
     rows: tuple[int, ...] = ()  # Rows of the global batch that the micro-batch has
-    shard: RecordedShard | None = None  # None: the tensor is of rows, or a number
+    shard: RecordedShard | None = None  # None: the tensor has rows, or is a number
     dtype: str = "float64"
     is_sketched: bool = False
     significant_bits: int = 0  # 0 where there are too few numbers to tell
-    flops_so_far: float = 0.0  # Until the tensor was there, where they are counted
-    squared_norm: float = 0.0  # Of the gradient before it was sketched
-    digest: int = 0  # Of the bits of all elements
-    part: ShardSpec | None = None  # Of the rows, which part this rank has; None: all
-    stage: int = -1  # Of a pipeline, whose forward the tensor belongs to
+    flops_so_far: float = 0.0  # FLOPs until the tensor was computed, where they are counted
+    squared_norm: float = 0.0  # Squared norm of the gradient before sketching
+    digest: int = 0  # Checksum of the bits of all elements
+    part: ShardSpec | None = None  # The part of the rows that this rank has; None: all
+    stage: int = -1  # Pipeline stage whose forward the tensor belongs to
 
     @property
     def key(self) -> TensorKey:
@@ -298,7 +298,7 @@ class RecordedTensor(NamedTuple):
 
 
 RecordsByRank = Sequence[Sequence[RecordedTensor]]
-RankRecords = Sequence[tuple[int, RecordedTensor]]  # Each with its rank
+RankRecords = Sequence[tuple[int, RecordedTensor]]  # Records, each with its rank
 
 
 def group_by_key(records_by_rank: RecordsByRank) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:
@@ -313,7 +313,7 @@ def group_by_key(records_by_rank: RecordsByRank) -> dict[TensorKey, list[tuple[i
 class TensorRecorder:
     """The tensors of one step, in the order in which they were computed."""
 
-    specs: Mapping[str, ShardSpec] = field(default_factory=dict)  # By name; a tensor that is not here is whole
+    specs: Mapping[str, ShardSpec] = field(default_factory=dict)  # Parts by name; other tensors are whole
     activations: ActivationParts | None = None  # None: this rank has all of them
     rank: int = 0
     records: list[RecordedTensor] = field(default_factory=list)
@@ -323,7 +323,7 @@ class TensorRecorder:
     sketches_shards: bool = True  # Rows of activations are always sketched
     rounds_masters_to: torch.dtype | None = None  # Masters are recorded in this dtype, too
     kinds: frozenset[TensorKind] | None = None  # The kinds to record; None: all
-    call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)  # By micro-batch and stage
+    call_counts: Counter[tuple[int, int, TensorKey]] = field(default_factory=Counter)  # Calls by micro-batch and stage
     sampled: dict[int, int] = field(default_factory=dict)  # By micro-batch: the stage whose samples are recorded
     stage_run: Callable[[], StageRun | None] = lambda: None  # The forward of a pipeline stage that is under way
     blocks: tuple[str, ...] = ()  # Modules that stages consist of
@@ -331,7 +331,7 @@ class TensorRecorder:
     is_recording: bool = True  # False for a micro-batch whose results are discarded
     activation_order: dict[str, int] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set)  # Parameters that are recorded, by moment and name
-    forward_digests: dict[tuple[int, TensorKey], int] = field(default_factory=dict)  # By micro-batch
+    forward_digests: dict[tuple[int, TensorKey], int] = field(default_factory=dict)  # Digests by micro-batch
     gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
 
@@ -390,12 +390,12 @@ class TensorRecorder:
             return value
         if part is not None:
             value = put_part(value.double(), part)
-            if key.kind == "activation" and self.activations is not None:  # Gradients of what ranks share are summands
+            if key.kind == "activation" and self.activations is not None:  # Gradients of shared outputs are summands
                 value /= self.activations.holders(key.name, part.shape)
         return _sketch(value.reshape(len(value), -1), 0, ROW_SKETCH_WIDTH)
 
     def _add_recomputed(self, kind: TensorKind, name: str, value: Tensor) -> None:
-        """Record what backward computes again, if its bits are not those of the forward, which was recorded."""
+        """Record a tensor that backward recomputes, if its bits differ from those recorded in forward."""
         key = TensorKey(kind, name)
         expected = self.forward_digests.get((self.microbatch, key))
         is_repeated = self._count_calls(key) > 1  # Which call backward repeats is not known
@@ -403,7 +403,7 @@ class TensorRecorder:
             self.add_recomputed(f"{kind} {name}", value)
 
     def add_recomputed(self, words: str, value: Tensor) -> None:
-        """Record that backward computes something again with other numbers than forward."""
+        """Record that backward recomputes a tensor with other numbers than forward."""
         if not any(record.kind == "recomputed" and record.name == words for record in self.records):
             self._append("recomputed", words, value.detach().cpu(), sketch=value.detach(), microbatch=self.microbatch)
 
@@ -427,7 +427,7 @@ class TensorRecorder:
         if not self._records(kind) or (numel and not values.numel()):
             return
         spec = self.specs.get(parameter_name(name), ShardSpec.full(shape))
-        if spec.local_shape != shape:  # The tensor is not what the plan says, and the comparison will say so
+        if spec.local_shape != shape:  # The plan has another shape, which the comparison will report
             spec = ShardSpec.full(shape)
         square = squared_norm(values).item() if kind == "gradient" else 0.0
         sketch = sketch_shard(values, start) if self.sketches_shards else values
@@ -451,7 +451,7 @@ class TensorRecorder:
         self.records.append(RecordedTensor(kind, name, copy if sketch is value else sketch, **more))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
-        """Let what follows belong to the next micro-batch."""
+        """Assign the records that follow to the next micro-batch."""
         self.microbatch, self.rows, self.is_recording = self.next_microbatch, tuple(rows), is_recording
         self.next_microbatch += 1
         self.call_counts = Counter({place: n for place, n in self.call_counts.items() if place[0] != self.microbatch})
@@ -460,7 +460,7 @@ class TensorRecorder:
     def within_microbatch(
         self, place: tuple[int, tuple[int, ...], bool], context: Callable[[], AbstractContextManager[object]]
     ) -> Iterator[None]:
-        """Let what follows belong to a micro-batch that has begun before; pipelines go back and forth between them."""
+        """Assign the records that follow to a micro-batch that has begun before; pipelines alternate between them."""
         self.microbatch, self.rows, self.is_recording = place
         with context():
             yield
@@ -470,7 +470,7 @@ class TensorRecorder:
         """Record the outputs of all inner modules, the gradients of these, and the parameters that both used."""
         hooks = []
         for name, inner in module.named_modules():
-            # Other tensors of the same memory: reading these is no use of the parameter.
+            # Other tensors of the same memory: reading these does not use the parameter.
             direct = {f"{name}.{n}".lstrip("."): (n, p.detach()) for n, p in inner.named_parameters(recurse=False)}
             hooks.append(inner.register_forward_hook(self._forward_hook(name or WHOLE_MODEL, direct)))
             if name.rpartition(".")[2].isdigit():  # A block
@@ -518,7 +518,7 @@ class TensorRecorder:
                 self.add("activation", label, tensor)
                 if (
                     not is_complete and tensor.isnan().any()
-                ):  # Outside of blocks a stage has NaN for parameters of others
+                ):  # Outside of blocks a stage has NaN for parameters of other stages
                     self.records.pop()
                     continue
                 # The stage before has the whole gradient of a tensor that passes through a block.
@@ -561,7 +561,7 @@ def parameter_name(state_name: str) -> str:
 
 
 def count_significant_bits(tensor: Tensor) -> int:
-    """The bits that its numbers need: 8 for values rounded to bfloat16, whatever dtype holds them."""
+    """The bits that the tensor's numbers need: 8 for values rounded to bfloat16, whatever dtype holds them."""
     sample = tensor.detach().reshape(-1)[: 16 * MIN_ELEMENTS_FOR_BITS].double()
     sample = sample[sample.isfinite() & (sample != 0)]
     if not tensor.is_floating_point() or sample.numel() < MIN_ELEMENTS_FOR_BITS:

@@ -34,8 +34,8 @@ from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
 from motet.train.step import TrainableModelProtocol
 
-MAX_VOCABULARY_RANKS = 8  # Ranks that split a vocabulary, for whose parts there are samples
-STRESSED_STEPS = 3  # Steps after which the ids come again
+MAX_VOCABULARY_RANKS = 8  # Most ranks that split a vocabulary and have samples at the ends of their parts
+STRESSED_STEPS = 3  # Steps after which the ids repeat
 PROMPT = (3, 1, 4, 1, 5)
 
 
@@ -48,7 +48,7 @@ class UnevenTargetSamples:
 
     inner: BatchLoader
     settings: DataSettings
-    entries: int | None = None  # Of the vocabulary of the model; None: unknown
+    entries: int | None = None  # Entries of the model's vocabulary; None: unknown
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = _with_optional_tensors(self.inner.batch(step, rows), self.settings)
@@ -71,7 +71,7 @@ def boundary_entries(entries: int) -> list[int]:
 
 
 def _with_boundary_entries(batch: Batch, rows: range, step: int, *, entries: int) -> Batch:
-    """Other ids in two tokens and up to two targets of each row, others in each row and step."""
+    """Replace two tokens and up to two targets of each row by ids that vary with row and step."""
     ids, tensors = boundary_entries(entries), batch.tensors()
     changed: dict[str, Any] = {n: tensors[n].clone() for n in ("tokens", "source", "targets") if n in tensors}
     for index, row in enumerate(rows):
@@ -289,7 +289,7 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
         if model.is_autoregressive and model.vocab_size is not None:
             prompt, scores = [each % model.vocab_size for each in PROMPT], list[Tensor]()
             self.components.generate(prompt, len(PROMPT), seed=0, on_scores=scores.append)
-            waves = torch.arange(1, scores[0].numel() + 1, dtype=torch.float64).sqrt().cos()  # Another for each entry
+            waves = torch.arange(1, scores[0].numel() + 1, dtype=torch.float64).sqrt().cos()  # Different for each entry
             metrics[GENERATED] = sum(float((each * waves).sum()) for each in scores)
         return metrics
 

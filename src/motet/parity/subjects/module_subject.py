@@ -32,7 +32,7 @@ UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 ExternalStepFunction = Callable[[Any], Mapping[str, Tensor]]
 SCALAR_KEYS = {"loss": TensorKey("sum", "mean loss"), "norm": TensorKey("norm", "gradient norm")}
 SEED = 0
-EXAMPLE_ROWS = 2  # With which the splits of layers are proven
+EXAMPLE_ROWS = 2  # Rows of the batch that proves the splits of layers
 PRECISION = PrecisionSettings(recipe="fp64")
 _BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
 
@@ -56,7 +56,7 @@ class ModuleVerificationSubject:
     def batch(self, step: int) -> UserBatch:
         batch = self.batch_fn(step)
         rows, first = count_rows(batch), self.batch_rows
-        check_input(rows == first, f"verify: batch {step} has {rows} rows, and batch 0 has {first}; give all as many")
+        check_input(rows == first, f"verify: batch {step} has {rows} rows, and batch 0 has {first}; give all {first}")
         return batch
 
     def numerics(self) -> AbstractContextManager[None]:
@@ -105,14 +105,14 @@ class ModuleVerificationSubject:
         module = self.model_fn()
         if not isinstance(module, nn.Module) or module in _BUILT_MODULES:
             description = "the same module again" if isinstance(module, nn.Module) else f"a {type(module).__name__}"
-            raise InputError(f"verify: model_fn gives {description}; let it make a new module in each call")
+            raise InputError(f"verify: model_fn returns {description}; let it make a new module in each call")
         _BUILT_MODULES.add(module)
         return module.double().train()
 
 
 @dataclass(frozen=True)
 class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
-    """A module on one rank; it has no evaluation."""
+    """A module on one rank, without an evaluation set."""
 
     subject: ModuleVerificationSubject
     layout: Layout
@@ -172,7 +172,7 @@ def default_loss(module: nn.Module, batch: Any) -> Any:
 
 
 def named_tensors(batch: UserBatch) -> Iterator[tuple[str, Tensor]]:
-    sentence = f"verify: a batch is a {type(batch).__name__}; give a tensor, or some by name or in order"
+    sentence = f"verify: a batch is a {type(batch).__name__}; give a tensor, or a mapping or sequence of tensors"
     check_input(isinstance(batch, Tensor | Mapping | Sequence), sentence)
     named = {"batch": batch} if isinstance(batch, Tensor) else batch
     yield from named.items() if isinstance(named, Mapping) else ((str(n), each) for n, each in enumerate(named))
@@ -184,7 +184,7 @@ def count_rows(batch: UserBatch) -> int:
         wrong_type = f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors"
         check_input(isinstance(tensor, Tensor), wrong_type)
         counts[name] = len(tensor) if tensor.ndim else 0
-    uneven = f"verify: the tensors of a batch have {counts} rows; give tensors with one first dimension, the rows"
+    uneven = f"verify: the tensors of a batch have {counts} rows; give tensors whose first dimension is the rows"
     check_input(len(set(counts.values())) == 1 and 0 not in counts.values(), uneven)
     return next(iter(counts.values()))
 
@@ -212,13 +212,13 @@ def record_external_steps(subject: ModuleVerificationSubject, step: ExternalStep
 def _record_output(recorder: TensorRecorder, key: str, value: Any) -> None:
     prefix, _, inner = key.partition(".")
     if not isinstance(value, Tensor | float | int):
-        raise InputError(f"verify: your step gives {key} = {value!r}; give a tensor, zeros where there is no gradient")
+        raise InputError(f"verify: your step returns {key} = {value!r}; return a tensor, zeros for no gradient")
     if key in SCALAR_KEYS:
         recorder.add_scalar(*SCALAR_KEYS[key], float(value))
         return
     check_input(
         prefix in ("gradient", "parameter", "activation") and inner,
-        f"verify: your step gives {key!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
+        f"verify: your step returns {key!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
         "parameters) and activation.NAME (of its modules)",
     )
     kind: TensorKind = next(each for each in get_args(TensorKind) if each == prefix)

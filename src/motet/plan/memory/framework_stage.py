@@ -1,5 +1,5 @@
-"""A stage of a model as other frameworks compute it: the tensors that they keep from forward to backward, and the most
-that comes and goes. What differs between frameworks is in their rows of constants."""
+"""A stage of a model as other frameworks compute it: the tensors that they keep from forward to backward, and the
+largest temporary memory. The differences between frameworks are in their rows of constants."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from motet.plan.frameworks import MemoryConstants
 from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute, SameObject, spec_of
 
 SavedTensor = SavedActivation | SavedAttentionMatrix
-_Kept = tuple[SavedTensor, float]  # With the part of it that is kept
+_Kept = tuple[SavedTensor, float]  # A tensor, and the part of it that is kept
 
 _DROPOUT = 0.1  # Any probability makes a spec with masks and explicit probabilities
 
@@ -32,7 +32,7 @@ _DROPOUT = 0.1  # Any probability makes a spec with masks and explicit probabili
 class _BlockBytes(NamedTuple):
     """Bytes that one micro-batch leaves or needs in one block."""
 
-    first: float  # Kept of the first block of a stack
+    first: float  # Bytes kept of the first block of a stack
     other: float
     arguments: float  # Kept once for all recomputed blocks
     everything: float
@@ -56,7 +56,7 @@ class _Context(NamedTuple):
 @dataclass(frozen=True)
 class FrameworkStage:
     """A stage as another framework computes it: its peak is in the loss, with its logits, or in the backward of a
-    block, with what is computed again."""
+    block, with recomputation."""
 
     step: PlannedStep
     constants: MemoryConstants
@@ -104,9 +104,9 @@ class FrameworkStage:
             if isinstance(operation, MatmulSpec)
         )
         logits = sum(self.step.shape.count(head.per) * head.out_features for head in heads)
-        of_split = self.constants.bytes_per_split_logit if self.step.layout.tp > 1 else None
+        split_bytes = self.constants.bytes_per_split_logit if self.step.layout.tp > 1 else None
         extra = self.step.extra_outputs * self.constants.bytes_per_saved_logit
-        return logits * ((of_split or self.constants.bytes_per_logit) + extra)
+        return logits * ((split_bytes or self.constants.bytes_per_logit) + extra)
 
     def _gathered(self) -> tuple[int, int, int, int]:
         """Parameters in the compute dtype that stage 3 keeps gathered; those in the loss, and in the backward of a
@@ -225,9 +225,9 @@ class _BlockActivations:
         attention = spec_of(model).attention[0]
         heads, kv_heads = attention.heads, attention.kv_heads or attention.heads
         has_gate = any(p.name == "ffn.up.weight" for p in block.layer.parameters) and _is_gated(model)
-        of_queries_values = (heads + kv_heads) / (heads + 2 * kv_heads)
+        queries_values_share = (heads + kv_heads) / (heads + 2 * kv_heads)
         last = 1.0 if self.constants.kept_products == "every second" else 0.0
-        shares = {"attention.qkv": of_queries_values, "attention.output": 0.0, "ffn.down": last}
+        shares = {"attention.qkv": queries_values_share, "attention.output": 0.0, "ffn.down": last}
         shares["ffn.up"] = 0.5 if has_gate else 1.0
         for product in block.products:
             yield product, shares.get(product.name.removesuffix(".output"), 0.5)
@@ -243,9 +243,9 @@ class _BlockActivations:
             return self.context.keeps_logits and name != "head.input.gradient"
         if recompute == "attention":
             return isinstance(tensor, SavedAttentionMatrix)
-        of_activations = name.endswith(("_norm.input", "ffn.down.input", "ffn.experts.inner"))
-        of_projections = name.endswith(("queries_keys", "key_value_up"))
-        return (of_activations and "activations" in recompute) or (of_projections and "up-projections" in recompute)
+        is_activation = name.endswith(("_norm.input", "ffn.down.input", "ffn.experts.inner"))
+        is_projection = name.endswith(("queries_keys", "key_value_up"))
+        return (is_activation and "activations" in recompute) or (is_projection and "up-projections" in recompute)
 
 
 def _is_gated(model: PlannedModel) -> bool:

@@ -1,13 +1,13 @@
 """The memory of a planned step: one rank of each stage of the pipeline, by category.
 
-State follows from the recipe and what the stage of ZeRO shards, saved activations from the sizes of the model and from
+State follows from the recipe and the stage of ZeRO, saved activations from the sizes of the model and from
 the micro-batches that the schedule has in flight; both are the values that training reads. A stage of motet is the
 simulation that `motet show memory` predicts with; one of another framework follows from its row of constants.
 
 The memory of the ranks of a planned step by category, and whether a device has it.
 
-`allocated` is what tensors take at the peak, `reserved` what the allocator holds for them, `outside` what other tools
-see of the process.
+`allocated` is the size of tensors at the peak, `reserved` the memory that the allocator holds for them, `outside` the
+memory of the process that other tools see.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ class RankMemory:
         return sum(self.bytes.get(name, 0.0) for name in _STATES)
 
     def on_device(self, usable_bytes: float) -> "RankMemory":
-        """The memory on a device whose allocator gives back what it can before it fails."""
+        """The memory on a device whose allocator gives back free blocks before it fails."""
         left, gaps = usable_bytes - self.allocated - self._beyond_allocator, self._gaps
         return replace(self, kept_gaps=min(1.0, max(_KEPT_GAPS, left / gaps)) if gaps else 1.0)
 
@@ -108,7 +108,7 @@ class PlannedMemory:
         return max(self.ranks, key=lambda rank: (rank.outside, rank.allocated))
 
     def on_device(self, usable_bytes: float) -> "PlannedMemory":
-        """The memory on devices whose allocators give back what they can before they fail."""
+        """The memory on devices whose allocators give back free blocks before they fail."""
         return PlannedMemory(tuple(rank.on_device(usable_bytes) for rank in self.ranks))
 
 
@@ -124,9 +124,9 @@ def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
     return f"stage {worst.pipeline_rank}: {parts} > {format_bytes(usable_bytes)}"
 
 
-# Frameworks with other definitions of what is saved differ by less from the sizes of the model.
+# Least part of the model's saved sizes that any framework saves, by its definition.
 _SURELY_SAVED = 0.9
-_SCHEDULE_ROUNDS = 2  # Further rounds of as many micro-batches as ranks do not add to what is in flight
+_SCHEDULE_ROUNDS = 2  # Further rounds of as many micro-batches as ranks add none in flight
 
 ScheduleSize = tuple[str, int, int, int]  # Schedule, ranks, chunks, micro-batches
 
@@ -135,7 +135,7 @@ def estimate_memory(step: PlannedStep, *, only_fullest: bool = False) -> Planned
     """The memory of a step: of all ranks, or of those alone that can have the most."""
     estimate, layout = _Estimate(step), step.layout
     splits = (layout.dp * layout.cp, layout.tp, layout.cp, layout.pp, layout.ep)
-    communicators = 1 + sum(ranks > 1 for ranks in splits)  # One of all ranks, one of each dimension
+    communicators = 1 + sum(ranks > 1 for ranks in splits)  # One for all ranks, one for each dimension
     chosen = estimate.fullest_ranks() if only_fullest else range(layout.pp)
     return PlannedMemory(
         tuple(RankMemory(rank, estimate.rank(rank), estimate.constants, communicators) for rank in chosen)
@@ -148,8 +148,8 @@ def least_memory(step: PlannedStep) -> float:
 
 
 def planned_state(step: PlannedStep, counts: ParameterCounts) -> ModelStateMemory:
-    """Bytes that a rank keeps from step to step of its parameters, whose elements are those before ZeRO shards them.
-    Of a frozen parameter it keeps no more than the value with which the rank computes."""
+    """Bytes that a rank keeps from step to step for its parameters, whose elements are those before ZeRO shards them.
+    A frozen parameter keeps only the value with which the rank computes."""
     layout, frozen = step.layout, (counts.frozen_dense, counts.frozen_experts)
     sharded = sharded_states(layout.zero, reduces_once=step.sums_gradients)
     each = parameter_state_bytes(step.recipe, step.moments, storage="rows" if sharded.parameters else "buckets")
@@ -167,7 +167,7 @@ def _shard_numel(layout: Layout, dense: float, experts: float) -> float:
 class _Estimate:
     def __init__(self, step: PlannedStep) -> None:
         self.step, self.constants = step, MEMORY_CONSTANTS[step.stack.memory]
-        # Later stages have an embedding without parameters, of which they keep what all blocks read.
+        # Later stages have an embedding without parameters, of which they keep the tensors that all blocks read.
         self._kinds, self._known_peaks = step.stage_kinds, dict[int, StagePeaks]()
         layout = step.layout
         self._size = _shortest_size((layout.schedule, layout.pp, layout.chunks, layout.microbatches))
@@ -291,7 +291,7 @@ class _Estimate:
 
     @property
     def _workspace(self) -> float:
-        """Workspaces of products; frameworks compute experts of which a token visits only one after each other."""
+        """Workspaces of products; frameworks compute experts one after another if a token visits only one."""
         products = (product for block in self.step.spec.blocks for product in expert_products(block))
         is_grouped = any(product.uses_per_token > 1 for product in products)
         return self.constants.workspace_bytes + (self.constants.expert_workspace_bytes if is_grouped else 0.0)
@@ -334,7 +334,7 @@ class _Estimate:
 
 
 class _StageSettings(NamedTuple):
-    """All that the peaks of a stage depend on besides the model."""
+    """The values besides the model on which the peaks of a stage depend."""
 
     shape: MicroBatchShape
     policy: BlockPolicy
@@ -363,7 +363,7 @@ def _kept_of_stage(specs: SameObject[tuple[ModelSpec, ...]], stage: int, setting
 
 @lru_cache(maxsize=1 << 14)
 def _peaks_of_stage(specs: SameObject[tuple[ModelSpec, ...]], stage: int, settings: _StageSettings) -> StagePeaks:
-    """The peaks of a stage, of which many layouts have the same."""
+    """The peaks of a stage, which many layouts share."""
     return _stage_blocks(specs.value, stage, settings).peaks()
 
 
@@ -385,7 +385,7 @@ def _most_in_flight(size: ScheduleSize) -> tuple[tuple[tuple[int, int], ...], ..
 
 
 def _shortest_size(size: ScheduleSize) -> ScheduleSize:
-    """The size with the fewest micro-batches with which as many are in flight."""
+    """The size with the fewest micro-batches that has as many in flight."""
     schedule, ranks, chunks, microbatches = size
     is_bounded = schedule not in ("gpipe", "breadth-first")  # Otherwise all micro-batches are in flight
     is_even = microbatches % ranks == 0  # Otherwise the size of a round depends on the number of all micro-batches

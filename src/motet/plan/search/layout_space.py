@@ -1,10 +1,10 @@
 """The layouts that a model, a global batch and a number of devices allow, and why others are not possible.
 
-`layouts` has one layout for all sizes, ZeRO stages and chunks; `variants` has the same sizes with what is less often
-the fastest: other schedules, tensor parallelism without sequence parallelism, stage 3 that keeps its parameters after
-forward or reduces gradients once a step. Groups of stage 3 in pipelines are predicted when a person names them.
+`layouts` has one layout for all sizes, ZeRO stages and chunks; `variants` has the same sizes with options that are
+seldom the fastest: other schedules, tensor parallelism without sequence parallelism, stage 3 that keeps its parameters
+after forward or reduces gradients once a step. Groups of stage 3 in pipelines are predicted when a person names them.
 
-Reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition.
+The module also reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from motet.parallel.pipeline.stages.stage_balance import balance_stages, costs_o
 from motet.plan.planned_step import PlannedStep, Recompute
 
 _MOST_CHUNKS = 16
-_MOST_ROWS, _MOST_TOKENS = 16, 2**17  # Of a micro-batch, whichever is more: larger ones are no faster
+_MOST_ROWS, _MOST_TOKENS = 16, 2**17  # Limits of a micro-batch, whichever is more: larger ones are not faster
 SOURCE_PROBLEM = "parts of a model that reads a source besides its tokens cannot be planned yet"
 _SHORTEST_PART = 1024  # Tokens of a sequence that context parallelism leaves a rank
 
@@ -105,7 +105,7 @@ class SearchSpace:
         return [n for n in divisors(self.devices, self.devices) if self._tensor_problem(n) is None]
 
     def _tensor_problem(self, degree: int) -> str | None:
-        """Why ranks of tensor parallelism cannot be as many: they divide the heads, and are on two hosts at most."""
+        """Why a degree of tensor parallelism is impossible: it must divide the heads, and span two hosts at most."""
         if degree > 2 * self.devices_per_host:
             return f"tensor parallelism over more than two hosts of {self.devices_per_host} devices"
         if degree > 1 and self.spec.split_problem:
@@ -127,7 +127,7 @@ class SearchSpace:
             return SOURCE_PROBLEM
         if degree > max(1, layers):
             return f"more stages than the {layers} layers"
-        return None if self._can_balance(degree) else f"{layers} layers cannot be shared evenly by as many stages"
+        return None if self._can_balance(degree) else f"{layers} layers cannot be shared evenly by {degree} stages"
 
     def _data_problem(self, degree: int) -> str | None:
         batch = self.global_batch
@@ -236,7 +236,7 @@ def check_layout(step: PlannedStep) -> None:
     """Check that the model and the sequence of a step can be cut as its layout says."""
     layout, layers = step.layout, step.spec.policy_count
     shards, ranks = layout.sharding.shards, layout.sharding.ranks
-    check_input(ranks % shards == 0, f"shard_group = {shards} does not divide dp = {ranks}; choose a divisor of it")
+    check_input(ranks % shards == 0, f"shard_group = {shards} does not divide dp = {ranks}; choose a divisor")
     if layout.stages:
         message = (
             f"the stages of layout {str(layout)!r} hold {layout.stages[-1].stop} blocks, but the model has {layers}"
@@ -244,7 +244,7 @@ def check_layout(step: PlannedStep) -> None:
         check_input(layout.stages[-1].stop == layers, f"{message}; end the last range with block {layers - 1}")
     check_input(
         step.sequence % layout.cp == 0,
-        f"cp = {layout.cp} does not divide sequences of {step.sequence} tokens; choose a divisor of it",
+        f"cp = {layout.cp} does not divide sequences of {step.sequence} tokens; choose a divisor of {step.sequence}",
     )
     problem = step.spec.split_problem
     check_input(layout.tp == 1 or problem is None, f"tp = {layout.tp}: {problem}; set tp = 1")

@@ -1,4 +1,4 @@
-"""Ranks layouts: memory first, then a lower bound of the time, then the simulation of what can still be the best.
+"""Ranks layouts: memory first, then a lower bound of the time, then the simulation of layouts that may be the best.
 
 Calls a function for parts of a list in forked worker processes, one for each core.
 
@@ -123,7 +123,7 @@ class RankedKind:
     """The fastest layout of a kind, and the time of the next one."""
 
     best: RankedPlan
-    next_s: float | None = None  # None if no other of its kind fits, or all are slower than what is ranked
+    next_s: float | None = None  # None if no other of its kind fits, or all are slower than the ranked ones
 
     @property
     def simplicity(self) -> tuple[float, ...]:
@@ -227,7 +227,7 @@ class LayoutRanking:
         return None if plan is None else (plan, refusal(plan.step) or "")
 
     def predict(self, step: PlannedStep) -> tuple[RankedPlan, str | None]:
-        """The prediction of one layout, and why it does not fit, if so."""
+        """The prediction of one layout, and why it does not fit, or None."""
         plan = self._predict(step)
         return plan, fits(plan.memory, self._limit)
 
@@ -267,7 +267,7 @@ class LayoutRanking:
         return below
 
     def _predict_variant(self, candidate: Candidate, limit_s: float) -> RankedPlan | None:
-        """The prediction of what fits, unless the recomputation that it needs makes it slower than a limit."""
+        """The prediction of a variant that fits, unless its recomputation makes it slower than a limit."""
         step = self._first_that_fits(candidate.layout)
         if isinstance(step, RejectedPlan) or self._times.lower_bound(step) >= limit_s:
             return None
@@ -297,7 +297,7 @@ class LayoutRanking:
             try:
                 step = replace(step, layout=self._with_stages(layout))
                 if recompute != _RECOMPUTATION[-1] and least_memory(step) > self._limit:
-                    continue  # The reason is that of the last one
+                    continue  # Report the reason of the last one
                 memory = estimate_memory(step, only_fullest=True).on_device(self._limit)
             except InputError as error:
                 return RejectedPlan(step.layout_text, str(error), inf)
@@ -317,20 +317,20 @@ class LayoutRanking:
 
 @dataclass(frozen=True)
 class KindLimits:
-    """The time that a layout must be faster than to be ranked, by its kind."""
+    """The time below which a layout is ranked, by its kind."""
 
-    of_all_s: float
-    of_kind_s: Mapping[LayoutKind, float]
+    overall_s: float
+    kind_s: Mapping[LayoutKind, float]
 
     def of(self, kind: LayoutKind) -> float:
         """The limit for layouts of a kind."""
-        return min(self.of_all_s, self.of_kind_s.get(kind, inf))
+        return min(self.overall_s, self.kind_s.get(kind, inf))
 
 
 class KindSearch:
     """Keeps the two fastest layouts of each kind, of all kinds that can be ranked.
 
-    Candidates are predicted in the order of their bounds, until no other one can be among those. Ranked are the `top`
+    Candidates are predicted in the order of their bounds, until no other can be among them. The ranking has the `top`
     fastest kinds, and all that are slower than the fastest by no more than the tolerance.
     """
 
@@ -355,15 +355,15 @@ class KindSearch:
     def limits(self) -> KindLimits:
         """The limits that the layouts so far set."""
         times = sorted(plans[0].time.seconds for plans in self.kinds.values())
-        of_all_s = max(times[self._top - 1], times[0] * (1 + self._tolerance)) if len(times) >= self._top else inf
-        of_kind_s = {kind: plans[1].time.seconds for kind, plans in self.kinds.items() if len(plans) > 1}
-        return KindLimits(min(of_all_s, self._limit_s), of_kind_s)
+        overall_s = max(times[self._top - 1], times[0] * (1 + self._tolerance)) if len(times) >= self._top else inf
+        kind_s = {kind: plans[1].time.seconds for kind, plans in self.kinds.items() if len(plans) > 1}
+        return KindLimits(min(overall_s, self._limit_s), kind_s)
 
     def add(self, candidates: Iterable[Candidate], predict: Callable[[Candidate, float], RankedPlan | None]) -> None:
         """`predict` gets the time that a plan must be faster than."""
         limits = self.limits()
         for candidate in sorted(candidates, key=attrgetter("bound_s")):
-            if candidate.bound_s >= limits.of_all_s:
+            if candidate.bound_s >= limits.overall_s:
                 break
             kind = kind_of(candidate.layout)
             limit_s = limits.of(kind)
@@ -380,7 +380,7 @@ class KindSearch:
 
     def ranked(self) -> tuple[tuple[RankedKind, ...], int]:
         """The best kinds, and how many of them are equal within the tolerance, the simplest of which come first."""
-        limit_s = self.limits().of_all_s
+        limit_s = self.limits().overall_s
         kinds = [
             RankedKind(plans[0], next((each.time.seconds for each in plans[1:] if each.time.seconds < limit_s), None))
             for plans in self.kinds.values()

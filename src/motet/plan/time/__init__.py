@@ -1,1 +1,1 @@
-"""The time of a planned step: kernels, collectives, and a simulation of who waits for what."""
+"""The time of a planned step: kernels, collectives, and a simulation of their waits."""

@@ -45,17 +45,17 @@ class ProductSizes(NamedTuple):
 # Rows and columns of a tile -> the share of the rate of the largest tile. Small tiles read their inputs more often.
 # Assumed, after the rates that published benchmarks of CUTLASS show for forced tile sizes.
 TILES = {(256, 128): 1.0, (128, 128): 0.95, (128, 64): 0.85, (64, 64): 0.7}
-INNER_PARTS = (1, 2, 4, 8)  # Into which the inner dimension is cut
+INNER_PARTS = (1, 2, 4, 8)  # Numbers of parts of the inner dimension
 
 
 @dataclass(frozen=True)
 class ProductRate:
     """The rate of products on a device with inputs of one dtype."""
 
-    flops: float  # Of very large products
+    flops: float  # Rate for very large products
     units: int  # Compute units, each of which processes one tile at a time; none: a processor, whose tiles are small
     memory_Bps: float  # noqa: N815 - a unit
-    # Of a tile's prologue and epilogue, in elements of the inner dimension; on a processor of each dimension
+    # Time of a tile's prologue and epilogue, in elements of the inner dimension; on a processor, of each dimension
     tile_overhead: float
     exposed_memory: float  # The part of reads and writes, or of arithmetic, that the longer of both does not hide
 
@@ -87,13 +87,13 @@ def tile_flops(sizes: ProductSizes, units: int, tile_overhead: float) -> float:
     return best
 
 
-_NARROW_BYTES = {"float8": 1.0, "mxfloat8": 33 / 32, "float4": 9 / 16}  # Of an element, with the scales of blocks
-_BACKWARD_ATTENTION = 2.5  # It computes the scores again
+_NARROW_BYTES = {"float8": 1.0, "mxfloat8": 33 / 32, "float4": 9 / 16}  # Bytes of an element, with the scales of blocks
+_BACKWARD_ATTENTION = 2.5  # Backward computes the scores again
 _WIDE_HEAD = 128  # Features of the heads whose rates the tables hold
 _MOST_GAIN_OF_HEADS = 1.1
 _BACKWARD_PASSES = 2
-# Bytes of a row of queries or values. If it is no multiple of them, batched products take as long as in float32 without
-# matrix units: BigScience's trials with heads of 108 and 150 features on A100 show it, of other devices it is assumed.
+# Bytes of a row of queries or values. Unless it is a multiple, batched products take as long as in float32 without
+# matrix units: BigScience's trials with heads of 108 and 150 features on A100 show it, for others it is assumed.
 _ALIGNMENT = 16
 
 
@@ -101,24 +101,24 @@ _ALIGNMENT = 16
 class DeviceRates:
     """The rates that kernels reach on a device."""
 
-    product_flops: Mapping[str, float]  # By dtype of the inputs; very large products
+    product_flops: Mapping[str, float]  # Rates of very large products by dtype of the inputs
     units: int  # Compute units, each of which processes one tile of a product
     attention_flops: Mapping[str, float]  # Fused attention by kind of kernel, forward, of long sequences
     attention_backward_flops: Mapping[str, float]
     attention_ramp: float  # Tokens at which fused attention reaches half of its rate
-    early_attention_ramp: float  # The same of `flash-1`, whose rate does not depend on the size of heads
+    early_attention_ramp: float  # The same for `flash-1`, whose rate does not depend on the size of heads
     head_overhead: float  # Features of a head whose FLOPs take as long as the exponential of a score
-    tile_overhead: float  # Of products: see ProductRate
+    tile_overhead: float  # Prologue and epilogue of products: see ProductRate
     exposed_memory: float
-    memory_Bps: float  # noqa: N815 - a unit; streaming kernels
-    launch_s: float  # From one kernel to the next, if the host is what limits
+    memory_Bps: float  # noqa: N815 - a unit; for streaming kernels
+    launch_s: float  # Time from one kernel to the next, if the host limits it
     attention_tile: int = 1  # Keys that fused attention computes together, of which the causal mask leaves some out
-    cores: int = 0  # Of a host that executes kernels itself, and shares its cores among its ranks; 0: devices
+    cores: int = 0  # Cores of a host that executes kernels itself, shared by its ranks; 0: devices
     # The time of a kernel while other ranks compute, over that of a rank alone: products and attention, streaming
     busy_factor: float = 1.0
     busy_memory_factor: float = 1.0
 
-    def of_ranks(self, ranks: int, together: int) -> "DeviceRates":
+    def for_ranks(self, ranks: int, together: int) -> "DeviceRates":
         """The rates of each rank, where `together` of the ranks compute simultaneously."""
         if not self.cores or ranks == 1:
             return self
@@ -142,7 +142,7 @@ class BlockTimes:
     """Seconds of one block and one micro-batch on one rank, without collectives."""
 
     forward_s: float
-    backward_s: float  # Without what is computed again
+    backward_s: float  # Without recomputation
     weight_s: float  # The part of `backward_s` for gradients of weights, which some schedules delay
     recomputed_s: float
 
@@ -174,9 +174,9 @@ class KernelTimes:
                 continue
             numel = weights.get(operation.parameter, operation.in_features * operation.out_features)
             times = self._product(operation, shape, numel, is_in_block=block.input is not None)
-            of_weight = times[2] * operation.weight_gradient
-            backward += times[1] * operation.input_gradient + of_weight
-            forward, weight = forward + times[0], weight + of_weight
+            weight_gradient_s = times[2] * operation.weight_gradient
+            backward += times[1] * operation.input_gradient + weight_gradient_s
+            forward, weight = forward + times[0], weight + weight_gradient_s
             up += times[0] if "_up." in operation.parameter else 0.0
         attention, attention_backward = self._attention(block, shape)
         streams = self._elementwise_bytes(block, shape) / self.rates.memory_Bps

@@ -31,8 +31,8 @@ class ShardedBlock:
 
     forward_s: float
     backward_s: float
-    gather_s: float  # Before its forward
-    gather_again_s: float  # Before its backward
+    gather_s: float  # Gather before its forward
+    gather_again_s: float  # Gather before its backward
     scatter_s: float
 
 
@@ -117,7 +117,7 @@ class GroupTimes:
     def action_s(
         self, action: StageAction, counts: ParameterCounts, width: float, *, is_scattered: bool, pieces: int = 1
     ) -> float:
-        """The time of an action on parameters of `width` bytes, in as many pieces unless it adds up shards.
+        """The time of an action on parameters of `width` bytes, in `pieces` pieces unless it adds up shards.
 
         Gradients of experts are complete after the first sum: ranks that hold the same experts are one group.
         """
@@ -160,12 +160,12 @@ class PlannedBlock:
     """Seconds of one block and one micro-batch on one rank."""
 
     kernels: BlockTimes
-    tensor_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # Exposed, in forward, backward and what is computed again
+    tensor_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # Exposed, in forward, backward and recomputation
     expert_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    launch_s: float = 0.0  # In which the host launches the kernels of a forward: a rank is not faster
+    launch_s: float = 0.0  # Time in which the host launches a forward's kernels: no rank is faster
     recomputes_all: bool = False  # The host launches the kernels of a forward again
-    overhead_s: float = 0.0  # Of forward, and of backward
+    overhead_s: float = 0.0  # Added to forward, and to backward
     has_backward: bool = True
 
     def _sum(self, index: int) -> float:
@@ -177,7 +177,7 @@ class PlannedBlock:
 
     @property
     def backward_s(self) -> float:
-        """A backward, with what is computed again."""
+        """Seconds of a backward, with recomputation."""
         if not self.has_backward:
             return 0.0
         backward = max(self.kernels.backward_s + self._sum(1), 2 * self.launch_s)
@@ -202,8 +202,8 @@ class StageTimes:
     def __init__(self, step: PlannedStep, rates: DeviceRates, groups: GroupTimes) -> None:
         self._step, self._groups = step, groups
         layout, kinds = step.layout, (step.recipe.compute, step.matmul)
-        of_rank = rates.of_ranks(layout.ranks, layout.ranks // layout.pp)
-        self._kernels = KernelTimes(of_rank, step.stack, *kinds, layout.cp)
+        rank_rates = rates.for_ranks(layout.ranks, layout.ranks // layout.pp)
+        self._kernels = KernelTimes(rank_rates, step.stack, *kinds, layout.cp)
         self._costs = dict[tuple[str, int, int], PlannedBlock]()
         self._unsplit = {block.name: block for block in step.spec.blocks}
 
@@ -219,8 +219,8 @@ class StageTimes:
     def stages(self) -> tuple[tuple[tuple[BlockSpec, PlannedBlock], ...], ...]:
         """The blocks of each stage with their costs."""
         specs, kinds = self._step.stage_specs, self._step.stage_kinds
-        of_kind = {kind: tuple(self.blocks(specs[kind])) for kind in {*kinds}}
-        return tuple(of_kind[kind] for kind in kinds)
+        kind_blocks = {kind: tuple(self.blocks(specs[kind])) for kind in {*kinds}}
+        return tuple(kind_blocks[kind] for kind in kinds)
 
     def _block(self, block: BlockSpec) -> PlannedBlock:
         step = self._step
@@ -244,7 +244,7 @@ class StageTimes:
         sums = 0.0
         width = DTYPE_BYTES[self._step.recipe.compute]
         for before, after in zip(unsplit, block.layer.operations, strict=False):
-            # What an adapter adds to an output is summed with it
+            # An adapter's part of an output is summed with it
             is_adapter = isinstance(before, MatmulSpec) and before.parameter.endswith(".adapter_a")
             if isinstance(after, MatmulSpec) and isinstance(before, MatmulSpec) and not is_adapter:
                 is_sum = before.sums_outputs and after.in_features < before.in_features

@@ -1,8 +1,8 @@
-"""The events of a simulated step: what each rank of a pipeline computes and communicates, and when.
+"""The events of a simulated step: the computations and communications of each rank of a pipeline, with their times.
 
-The simulation adds up waits that are no event of one block, such as the reductions that backward does not hide. Here
-each has its place: buckets are reduced as soon as their gradients are complete, but never later than it says. Where it
-hides more than that, a reduction starts before its bucket is complete.
+The simulation adds up waits that are not events of one block, such as the reductions that backward does not hide. Here
+each has its place: buckets are reduced as soon as their gradients are complete, but never later than in the simulation.
+Where the simulation hides more than that, a reduction starts before its bucket is complete.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ class StepEvent(NamedTuple):
     rank: int
     stream: StepStream
     kind: StepEventKind
-    name: str  # Says what of which block or bucket
+    name: str  # The operation, and its block or bucket
     start_s: float
     stop_s: float
     block: str = ""
@@ -44,7 +44,7 @@ class _Span(NamedTuple):
     """A part of a pass of a stage; times are from the start of the pass."""
 
     kind: StepEventKind
-    what: str
+    operation: str
     block: str
     start: float
     stop: float
@@ -55,7 +55,7 @@ class _Bucket(NamedTuple):
 
     name: str
     blocks: frozenset[str]
-    share: float  # Of all parameters of the rank
+    share: float  # Share of all parameters of the rank
 
 
 def events_of_step(simulation: StepSimulation) -> list[StepEvent]:
@@ -70,7 +70,7 @@ class _EventBuilder:
             layout.schedule, layout.pp, chunks=layout.chunks, microbatches=layout.microbatches
         )
         self._events, self._rank_stride = list[StepEvent](), layout.ranks // layout.pp
-        # By rank and micro-batch: when the gradients of each block, and when those of all blocks are there
+        # Times at which the gradients of each block, and of all blocks, are complete, by rank and micro-batch
         self._ready: dict[tuple[int, int | None], dict[str, float]] = defaultdict(dict)
         self._spans = cache(self._make_spans)
 
@@ -97,11 +97,11 @@ class _EventBuilder:
             self._add_after_backward(rank, computed)
         return self._events
 
-    def _add(self, kind: StepEventKind, name: str, span: tuple[float, float], *, rank: int, **of: Any) -> None:
+    def _add(self, kind: StepEventKind, name: str, span: tuple[float, float], *, rank: int, **details: Any) -> None:
         is_network = kind in ("exchange", "message", "gather", "reduce", "norm")
         if span[1] > span[0] or kind == "norm":
             stream: StepStream = "network" if is_network else "compute"
-            self._events.append(StepEvent(rank * self._rank_stride, stream, kind, name, *span, **of))
+            self._events.append(StepEvent(rank * self._rank_stride, stream, kind, name, *span, **details))
 
     def _add_pass(self, action: PipelineAction, start: float, stop: float, *, rank: int) -> None:
         """Add the blocks of a stage, and the message to its neighbour."""
@@ -115,14 +115,14 @@ class _EventBuilder:
         scale = (stop - start - wait) / seconds if seconds else 0.0
         for span in spans:
             first, last = start + scale * span.start, start + scale * span.stop
-            add(span.kind, f"{span.what} {span.block}{part}", (first, last), block=span.block)
+            add(span.kind, f"{span.operation} {span.block}{part}", (first, last), block=span.block)
             if span.kind in ("backward", "weights"):
                 self._ready[rank, microbatch][span.block] = last
         message = message_of_compute(action, self._schedule.stage_ranks)
         if message is not None:
-            what = "activation" if kind == "F" else "gradient"
+            tensor = "activation" if kind == "F" else "gradient"
             arrival = stop if wait else stop + durations.message_s
-            add("message", f"{what} to stage {message.other_end.stage}{part}", (stop - wait, arrival))
+            add("message", f"{tensor} to stage {message.other_end.stage}{part}", (stop - wait, arrival))
 
     def _make_spans(self, stage: int, kind: str, *, reduces: bool) -> tuple[list[_Span], float]:
         """The spans of a pass of a stage, and how long it takes before it is scaled."""
@@ -160,7 +160,7 @@ class _EventBuilder:
                 yield f"{spec.name} {index}" if "{i}" in spec.prefix else spec.name, costs
 
     def _add_after_backward(self, rank: int, computed: float) -> None:
-        """Add what follows the last backward of a rank, in the order of its row of ZERO_STAGES."""
+        """Add the events after the last backward of a rank, in the order of its row of ZERO_STAGES."""
         simulation, add = self._simulation, partial(self._add, rank=rank)
         exposed = simulation.exposed_collectives
         at = computed + exposed.reduction_s

@@ -1,4 +1,4 @@
-"""The simulation of a step: stages one after the other, then the pipeline, then what follows the last backward.
+"""The simulation of a step: stages one after the other, then the pipeline, then the work after the last backward.
 
 Each rank has a stream for kernels and one for collectives.
 
@@ -121,9 +121,9 @@ def pipeline_lower_bound(durations: PipelineDurations) -> float:
 
 
 _Value = TypeVar("_Value")
-REDUCED: tuple[Moment, ...] = ("microbatch", "last_microbatch")  # When gradients are
-GATHERED_ONCE: tuple[Moment, ...] = ("forward", "step")  # When parameters are, which all micro-batches use
-_ROUNDING = 1e-9  # Parts of a step that are smaller are what differences leave, also below zero
+REDUCED: tuple[Moment, ...] = ("microbatch", "last_microbatch")  # When gradients are reduced
+GATHERED_ONCE: tuple[Moment, ...] = ("forward", "step")  # When parameters that all micro-batches use are gathered
+_ROUNDING = 1e-9  # Smaller parts of a step, also below zero, are rounding of differences
 
 
 class RankWork(NamedTuple):
@@ -142,10 +142,10 @@ class ExposedCollectives(NamedTuple):
     """Seconds of the collectives of data parallelism on a rank that nothing hides."""
 
     seconds: float = 0.0
-    hidden_s: float = 0.0  # Of the other collectives
-    reduction_s: float = 0.0  # Of gradients, after the last backward
-    gather_s: float = 0.0  # Before the next forward
-    microbatch_s: float = 0.0  # After the backward of each other micro-batch
+    hidden_s: float = 0.0  # Seconds of the other collectives
+    reduction_s: float = 0.0  # Reduction of gradients after the last backward
+    gather_s: float = 0.0  # Gather before the next forward
+    microbatch_s: float = 0.0  # Collectives after the backward of each other micro-batch
 
 
 class _StageSeconds(NamedTuple):
@@ -154,7 +154,7 @@ class _StageSeconds(NamedTuple):
     forward: float
     backward: float
     weight: float  # The part of a backward that schedules with split backwards delay
-    last_reduction: float = 0.0  # What the last backward takes longer where gradients are reduced once a step
+    last_reduction: float = 0.0  # Extra time of the last backward where gradients are reduced once a step
 
 
 def _plain_stage(blocks: Blocks) -> _StageSeconds:
@@ -269,13 +269,13 @@ class StepSimulation:
 
     @cached_property
     def seconds_of_stages(self) -> list[_StageSeconds]:
-        return self._of_stages(self._sharded_stage if self.is_sharded else _plain_stage)
+        return self._values_of_stages(self._sharded_stage if self.is_sharded else _plain_stage)
 
-    def _of_stages(self, function: Callable[[Blocks], _Value]) -> list[_Value]:
-        """The values of a function for the blocks of each stage, which it gets once for all stages with the same."""
+    def _values_of_stages(self, function: Callable[[Blocks], _Value]) -> list[_Value]:
+        """The values of a function for the blocks of each stage, called once for all stages with the same blocks."""
         kinds = self.step.stage_kinds
-        of_kind = {kind: function(self.stages[kind]) for kind in {*kinds}}
-        return [of_kind[kind] for kind in kinds]
+        kind_values = {kind: function(self.stages[kind]) for kind in {*kinds}}
+        return [kind_values[kind] for kind in kinds]
 
     def _sharded_stage(self, blocks: Blocks) -> _StageSeconds:
         contention, sharded = self.step.stack.contention, self.sharded_blocks(blocks)
@@ -359,7 +359,7 @@ class StepSimulation:
     def _distinct_ranks(self) -> set[RankWork]:
         """The ranks of the pipeline, without repetitions."""
         durations, kinds = self.durations, self.step.stage_kinds
-        of_kinds = {
+        rank_by_kinds = {
             tuple([kinds[stage] for stage in durations.stages_of_rank(rank)]): rank for rank in range(durations.ranks)
         }
         return {
@@ -369,7 +369,7 @@ class StepSimulation:
                 sum(durations.backward_s[stage] for stage in stages),
                 sum(block.repeat for stage in stages for block, _ in self.stages[stage]),
             )
-            for stages, rank in of_kinds.items()
+            for stages, rank in rank_by_kinds.items()
         }
 
     def _exposed_on_rank(self, rank: RankWork) -> ExposedCollectives:
@@ -393,7 +393,7 @@ class StepSimulation:
 
     @cached_property
     def _parameters_of_stages(self) -> list[ParameterCounts]:
-        return self._of_stages(_sum_parameters)
+        return self._values_of_stages(_sum_parameters)
 
     def parameters_of_rank(self, rank: int) -> ParameterCounts:
         """The parameters of the stages of a rank of the pipeline."""
@@ -412,7 +412,7 @@ class StepSimulation:
         shards, expert_shards = (step.shards, self.groups.placement("expert shards")[0]) if is_scattered else (1, 1)
         for rank in self._distinct_ranks:
             worst = max(worst, rank.parameters.dense / shards + rank.parameters.experts / expert_shards)
-        memory_Bps = self.rates.of_ranks(layout.ranks, layout.ranks).memory_Bps  # noqa: N806 - a unit
+        memory_Bps = self.rates.for_ranks(layout.ranks, layout.ranks).memory_Bps  # noqa: N806 - a unit
         return worst * each * self.step.stack.optimizer_passes / memory_Bps
 
     def _work_of_slowest_rank(self) -> dict[str, float]:

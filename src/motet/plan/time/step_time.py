@@ -1,4 +1,4 @@
-"""The time of a step: `predict` simulates it, `lower_bound` never exceeds that, and `events` says what happens when."""
+"""The time of a step: `predict` simulates it, `lower_bound` never exceeds that, and `events` gives its timeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

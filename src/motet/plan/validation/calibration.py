@@ -1,10 +1,10 @@
-"""Fits a few constants of a device, its links and a framework to measured steps, and holds them to rows left out.
+"""Fits a few constants of a device, its links and a framework to measured steps, and tests them on rows left out.
 
-The constants are factors on the rates of the tables, so 1 is what the tables say. The fit minimises the mean absolute
+The constants are factors on the rates of the tables, so 1 is the tables' value. The fit minimises the mean absolute
 logarithm of predicted over measured time, and a small penalty keeps constants that the rows do not determine near 1.
 The first step starts from the tables, and further ones from its result.
 
-Least absolute deviations of a linear model, by least squares whose weights are renewed.
+The method is least absolute deviations of a linear model, by iteratively reweighted least squares.
 
 The planner's time is close to linear in the logarithms of its constants: a few such steps fit them.
 """
@@ -28,7 +28,7 @@ from motet.plan.validation.step_rows import MeasuredStep
 
 Vector = NDArray[np.float64]
 _ITERATIONS = 40
-_LONGEST_STEP = 0.6  # Of a logarithm: beyond it the model is not linear any more
+_LONGEST_STEP = 0.6  # Change of a logarithm: beyond it the model is not linear
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class LinearModel:
     base: Vector
     jacobian: Vector
 
-    def of_rows(self, rows: NDArray[np.int64]) -> "LinearModel":
-        """The same of some rows."""
+    def select_rows(self, rows: NDArray[np.int64]) -> "LinearModel":
+        """The model of some rows."""
         return LinearModel(self.point, self.base[rows], self.jacobian[rows])
 
     def predict(self, constants: Vector) -> Vector:
@@ -51,11 +51,11 @@ class LinearModel:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How strongly rows and constants count. Errors below `noise` count quadratically, larger ones linearly."""
+    """Weights of rows and constants. Errors below `noise` count quadratically, larger ones linearly."""
 
     row_weights: Vector
     centers: Vector  # Logarithms of the constants that are plausible without any row
-    spreads: Vector  # How far from there they plausibly are
+    spreads: Vector  # Plausible distances from the centers
     noise: float = 0.02
 
 
@@ -88,8 +88,8 @@ CONSTANTS: dict[str, str] = {
     "block": "seconds of a block and micro-batch that nothing hides, in units of 0.1 ms",
     "step": "seconds of a step that nothing hides, in units of 10 ms",
 }
-_SPREAD = 1.0  # Of the logarithms of factors that rows do not determine
-_DIFFERENCE = 0.05  # Of a logarithm, for derivatives
+_SPREAD = 1.0  # Spread of the logarithms of factors that rows do not determine
+_DIFFERENCE = 0.05  # Step of a logarithm, for derivatives
 _STEPS = 5
 _LEAST_ROWS = 3
 _MOST_ROWS = 120  # Rows that steps after the first one read: more only take time
@@ -154,7 +154,7 @@ class FactorFit:
     def fit(self, rows: Sequence[MeasuredStep] | None = None) -> Calibration:
         """The constants that fit the rows best, which are some of the constructor's."""
         chosen = [self._index[id(row)] for row in rows or self.rows if row.seconds]
-        point = _step(self._at_tables.of_rows(np.array(chosen)), [self.rows[index] for index in chosen])
+        point = _step(self._at_tables.select_rows(np.array(chosen)), [self.rows[index] for index in chosen])
         sample = random.Random(0).sample(chosen, min(_MOST_ROWS, len(chosen)))
         members = [self.rows[index] for index in sorted(sample)]
         points = list[tuple[float, Vector]]()

@@ -1,6 +1,6 @@
 """The errors to expect of a prediction: 90th percentiles of steps of the same device that the fit has not seen.
 
-Of models without experts the rows have a like number of devices, if there are enough of them.
+For models without experts the rows have a similar number of devices, if there are enough of them.
 """
 
 from functools import cache

@@ -2,7 +2,7 @@
 
 Predictions of published memory, and of whether a step fits.
 
-How far predictions are from measurements: errors, ranks, and the cost of choosing by prediction.
+Distances of predictions from measurements: errors, ranks, and the cost of choosing by prediction.
 """
 
 from collections import defaultdict
@@ -126,7 +126,7 @@ def _means_of_layouts(rows: Sequence[PredictionError]) -> list[PredictionError]:
     ]
 
 
-# Where a row does not say: a NIC for each device, faster ones for these generations
+# Assumed for rows without links: a NIC for each device, faster ones for these generations
 _FAST_NIC_GENERATIONS = ("Hopper", "Hopper at 500 W", "Blackwell", "Blackwell at 1400 W", "CDNA")
 _RACK = 72  # Devices of GB200 and GB300 that NVLink joins
 
@@ -242,7 +242,7 @@ def memory_report(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
 
 
 def fit_report(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
-    """How often it is predicted correctly whether a step fits; and the rows of wrong predictions."""
+    """The counts of right and wrong predictions of whether a step fits, and the rows of wrong ones."""
     wrong = [row.id for row in rows if (fit_error(row) is not None) != (row.outcome == "OOM")]
     missed = [row.id for row in rows if row.outcome == "OOM" and row.id in wrong]
     return {"right": len(rows) - len(wrong), "wrong": len(wrong), "rows": wrong, "missed_out_of_memory": missed}

@@ -31,9 +31,9 @@ _Measured = Annotated[float, Field(ge=1e-9)]  # Far below any time or memory
 
 
 class SoftwareColumns(FrozenSettings):
-    """Properties of a framework's run that no setting of a job says."""
+    """Properties of a framework's run that no setting of a job has."""
 
-    memory: MemoryKind | None = None  # By which constants it needs memory; those of its stack if None
+    memory: MemoryKind | None = None  # The row of memory constants; that of its stack if None
     reduce_dtype: _Dtype | None = None
     master_dtype: _Dtype | None = None
     moment_dtype: _Dtype | None = None

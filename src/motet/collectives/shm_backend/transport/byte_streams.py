@@ -37,7 +37,7 @@ class RingBufferByteStream:
         return count
 
     def wake_reader(self, *, is_full: bool) -> None:
-        """Wake the peer if it waits for what was written, and if the ring is full its thread in the background.
+        """Wake the peer if it waits for these bytes, and if the ring is full its thread in the background.
 
         That thread would only take time from a peer that computes now, and reads the message when it needs it.
         """
@@ -88,7 +88,7 @@ class SocketByteStream:
         return self._socket.read(memoryview_of(into)) if len(into) else 0
 
     def lost_reason(self) -> str:
-        return ""  # Reading and writing say so
+        return ""  # Reading and writing raise the error
 
 
 class FailedByteStream:

@@ -39,11 +39,11 @@ from motet.core.token_authentication import (
 )
 
 _FAILURE = "failed: "
-_MAX_VALUE_BYTES = 2048  # Longer than what any pattern matches
+_MAX_VALUE_BYTES = 2048  # Longer than any match of a pattern
 
 
 def printable(content: bytes | bytearray) -> str:
-    """Text that another process sent, for a message: without what a terminal could take for a command."""
+    """Text that another process sent, for a message: without characters that a terminal could take for a command."""
     text = content.rstrip(b"\0").decode(errors="replace")
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
@@ -79,7 +79,7 @@ def read_value(store: Store, key: str, pattern: re.Pattern[str], *, writer: int)
 
 KINDS = COLLECTIVES, MESSAGES = (0, 1)
 _PURPOSE = "backend motet"
-_FIELDS = struct.Struct("<IIB")  # The rank that connects, the rank that accepts, and what the socket is for
+_FIELDS = struct.Struct("<IIB")  # The rank that connects, the rank that accepts, and the purpose of the socket
 _TOKEN_PATTERN = re.compile("([0-9a-f]{64})")
 _MAX_ADDRESSES = 64
 _LISTENER_PATTERN = re.compile(rf"(\d{{1,5}})((?: \d{{1,3}}(?:\.\d{{1,3}}){{3}}){{1,{_MAX_ADDRESSES}}})")
@@ -89,9 +89,9 @@ _RETRY_INTERVAL_S = 0.2
 # Rounds over all addresses of a rank that are made if all refuse, and the least time for rounds if one does not answer.
 _REFUSED_ROUNDS, _REACH_TIMEOUT_S = 3, 30.0
 _REFUSED = (HandshakeRefusedError, ConnectionRefusedError)
-_BUSY = (TimeoutError, ConnectionError)  # And not refused: strangers may keep the port busy
+_BUSY = (TimeoutError, ConnectionError)  # Not refused: strangers may keep the port busy
 
-StreamKey = tuple[int, int]  # The other rank, and what the socket is for
+StreamKey = tuple[int, int]  # The other rank, and the purpose of the socket
 
 
 def connect_to_other_hosts(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from motet.collectives.program import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.transport import shared_memory as shm
 
-LIVENESS_CHECK_S = 0.02  # How often a waiting rank checks that its peers are alive
+LIVENESS_CHECK_S = 0.02  # Interval at which a waiting rank checks that its peers are alive
 SPINS = 400
 YIELDS = 30
 DESCRIPTION_INDEX_BITS = 8
@@ -20,7 +20,7 @@ STATE_FAILED = 1
 class LocalPeerProcess:
     """The process of another rank of this host."""
 
-    rank: int  # In the group
+    rank: int  # Rank in the group
     pidfd: int  # Readable when the process has ended
 
 
@@ -120,8 +120,8 @@ class LocalPeerSync:
                 reason = self.shared_memory.read_description(local, shm.DESCRIPTION_SLOTS - 1)
                 raise PeerLostError(f"{this_rank}: {who} has given up: {reason}")
             if state == STATE_LEFT or local in ended:
-                what = f"{who} has left the group" if state == STATE_LEFT else f"the process of {who} has ended"
-                raise PeerLostError(f"{this_rank}: {what} without taking part")
+                departure = f"{who} has left the group" if state == STATE_LEFT else f"the process of {who} has ended"
+                raise PeerLostError(f"{this_rank}: {departure} without taking part")
         if waited_s > self.timeout_s:
             raise PeerLostError(
                 f"{this_rank}: rank {self.peers[other].rank} did not take part within the timeout of "

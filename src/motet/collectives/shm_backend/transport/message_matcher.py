@@ -31,7 +31,7 @@ assert _HEADER.size == ALIGNMENT_BYTES
 MAX_UNEXPECTED_BYTES = 1 << 30  # Messages of one rank that no receive takes yet
 _UNEXPECTED_MESSAGE_BYTES = 16 << 10  # Added for each of them, so that their number has a limit, too
 _CHUNK_BYTES = 1 << 20
-_DISCARDED = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)  # Nobody reads what is written here
+_DISCARDED = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)  # Written and never read
 _SPINS = 50
 _LIVENESS_CHECK_S = 0.02
 _SOCKET_POLL_S = 0.0005
@@ -58,14 +58,14 @@ class IncomingMessage:
     tag: int
     length: int
     description: str
-    data: Tensor | None = None  # For the next bytes; None until a receive matches, or the message makes room for others
+    data: Tensor | None = None  # Next bytes; None until a receive matches, or the message makes room for others
     received_bytes: int = 0
     receive: PostedReceive | None = None
-    kept: list[Tensor] = field(default_factory=list)  # Of a message that stands before the message of another receive
+    kept: list[Tensor] = field(default_factory=list)  # Data of a message that stands before another receive's
     is_discarded: bool = False  # No receive takes it, but the message after it can be read
 
     def extend(self) -> None:
-        """Make room for the next bytes. The memory grows with what has arrived, not with what was announced."""
+        """Make room for the next bytes. The memory grows with the bytes that arrive, not with the announced length."""
         remaining = self.length - self.received_bytes
         if not self.is_discarded:
             self.kept.append(torch.empty(min(remaining, max(_CHUNK_BYTES, self.received_bytes)), dtype=torch.uint8))
@@ -145,7 +145,7 @@ class MessageMatcher:
 
     def _peer(self, rank: int) -> PeerMessageQueues:
         if rank not in self.peers:
-            options = f"it can be one of {[*self.peers]}"
+            options = f"use one of {[*self.peers]}"
             raise CollectiveError(f"rank {self.rank}: a message to or from rank {rank}; {options}")
         return self.peers[rank]
 
@@ -157,7 +157,7 @@ class MessageMatcher:
         return work
 
     def _drive_progress(self) -> None:
-        """Let the progress thread move what no caller waits for."""
+        """Let the progress thread move messages that no caller waits for."""
         if self._progress_thread is None:
             self._progress_thread = threading.Thread(target=self._progress_loop, name="motet-messages", daemon=True)
             self._progress_thread.start()
@@ -354,8 +354,8 @@ class MessageMatcher:
         while is_faulty and self._any_source_receives:
             failed.append((self._any_source_receives.popleft().work, "receives", "from"))
         for work, verb, side in failed:
-            what = f"{verb} {describe_tensor(work.outputs[0])} {side} rank {peer.rank}"
-            _complete(work, kind(f"rank {self.rank} {what}: {reason}"))
+            operation = f"{verb} {describe_tensor(work.outputs[0])} {side} rank {peer.rank}"
+            _complete(work, kind(f"rank {self.rank} {operation}: {reason}"))
         for queue in (peer.sends, peer.receives, peer.unexpected):
             queue.clear()
         peer.incoming, peer.unexpected_bytes = None, 0

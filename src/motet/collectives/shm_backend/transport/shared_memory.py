@@ -31,7 +31,7 @@ CACHE_LINE_WORDS = 8  # Words between two counters, so that two writers never sh
 # The counters of a rank.
 PUBLISHED_ROUND, CONSUMED_ROUND, STARTED_COLLECTIVE, FINISHED_COLLECTIVE = (CACHE_LINE_WORDS * i for i in range(4))
 EXIT_STATE, COLLECTIVE_SLEEP_FLAG, MESSAGE_SLEEP_FLAG, SIGNATURES_OFFSET = (CACHE_LINE_WORDS * i for i in range(4, 8))
-PROGRESS_SLEEP_FLAG = MESSAGE_SLEEP_FLAG + 1  # Of the thread that moves messages in the background
+PROGRESS_SLEEP_FLAG = MESSAGE_SLEEP_FLAG + 1  # Flag of the thread that moves messages in the background
 
 SIGNATURE_SLOTS = 64
 _PAIR_COUNTERS_OFFSET = SIGNATURES_OFFSET + SIGNATURE_SLOTS
@@ -162,9 +162,9 @@ def open_shared_memory(ranks: int, pid: int, descriptor: int) -> int:
 
 
 def _unlike_shared_memory(descriptor: int, total_bytes: int) -> str:
-    """How a file differs from the memory of a group; empty if it does not."""
+    """The difference of a file from the memory of a group; empty if there is none."""
     if descriptor < 0:
-        return "is no file"
+        return "is not a file"
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid():
         return f"belongs to user {status.st_uid}, not to user {os.getuid()}"

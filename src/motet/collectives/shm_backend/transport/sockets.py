@@ -84,7 +84,7 @@ class CollectivePeerSockets:
         self._header_checked_from: set[int] = set()
 
     def begin(self, collective_id: int, signature: int, description: str) -> None:
-        """Set what the header says that each rank sends first, and that each receiver compares with its values."""
+        """Set the header that each rank sends first, and that each receiver compares with its values."""
         self._collective_id, self._signature, self._description = collective_id, signature, description
         for peer_socket in self.sockets.values():
             peer_socket.current_operation = f"rank {self.rank} in {description}"
@@ -107,7 +107,7 @@ class CollectivePeerSockets:
         """Wait until the queues are empty."""
         start = time.monotonic()
         while waiting := [peer_socket for peer_socket in self.sockets.values() if peer_socket.send_queue]:
-            self._poll_until_ready(waiting[0], select.POLLOUT, start, expected_action="take what it is sent")
+            self._poll_until_ready(waiting[0], select.POLLOUT, start, expected_action="receive its data")
             self.send_queued()
 
     def receive_into(self, rank: int, into: memoryview) -> None:
@@ -145,7 +145,7 @@ class CollectivePeerSockets:
         collective_id, signature, length = _HEADER.unpack(header)
         if length > _MAX_DESCRIPTION_BYTES:
             raise CollectiveError(
-                f"rank {self.rank} in {self._description}: rank {rank}, on another host, sent what is no header of a "
+                f"rank {self.rank} in {self._description}: rank {rank}, on another host, sent an invalid header of a "
                 f"collective: a description of {length} bytes, of {_MAX_DESCRIPTION_BYTES} at most; run the same "
                 "version of motet on all hosts"
             )
