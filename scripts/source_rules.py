@@ -51,6 +51,7 @@ BANNED_WORDS = {
     "judge": r"judg(e|es|ed|ing|ement|ements|ment|ments)",
     "apart": r"apart",
     "beside": r"beside",
+    "what as a noun": r"(than|by|from|into|as) what",
 }
 _SPACE = r"(?:[ \t]+|[ \t]*\n[ \t]*)"  # A phrase may go on in the next line
 _BANNED = {
@@ -296,6 +297,20 @@ def forbidden_locals(sources: Sources) -> Iterator[str]:
                 yield f"{path}:{line}: a local is named {name!r}; name it after what it holds"
 
 
+def headless_phrases(sources: Sources) -> Iterator[str]:
+    """Names and comments that begin with "of" leave out their noun."""
+    for path, tree in sources.trees.items():
+        for node in ast.walk(tree):
+            for name in _bound_names(node):
+                if name and name.lstrip("_").startswith("of_"):
+                    line = getattr(node, "lineno", 1)
+                    yield f"{path}:{line}: the name {name!r} has no noun; name the thing, as in rank_records"
+    for path in sources.product:
+        for line, text in enumerate(sources.python[path].splitlines(), 1):
+            if re.search(r"(?:^|\s)# Of [a-z]", text):
+                yield f"{path}:{line}: the comment begins with 'Of'; write the noun first"
+
+
 def _bound_names(node: ast.AST) -> list[str | None]:
     """The names that a node binds itself: targets of all kinds, parameters, `as` names, functions and classes."""
     match node:
@@ -476,6 +491,7 @@ RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
     paths_on_pages,
     names_on_pages,
     forbidden_locals,
+    headless_phrases,
     functions_named_like_modules,
     import_cycles,
     private_torch_names,

@@ -237,9 +237,9 @@ def test_a_rule_of_the_job_is_the_reason() -> None:
 def test_it_shows_the_bytes_of_activations() -> None:
     activation, tokens = 8 * 32 * 32 * 4, 8 * 32
     found = answer("dp=2 tp=2 microbatches=1", *SMALL, command="layout")["sent_activation_bytes_of_first_rank"]
-    of_blocks = 2 * 4 * activation
-    of_vocabulary = 2 * activation + 3 * 4 * tokens
-    assert found["all_reduce"] in (of_blocks, of_blocks + of_vocabulary)
+    block_bytes = 2 * 4 * activation
+    vocabulary_bytes = 2 * activation + 3 * 4 * tokens
+    assert found["all_reduce"] in (block_bytes, block_bytes + vocabulary_bytes)
     assert "For activations of split layers it sends " in shown("dp=2 tp=2", *SMALL)
     events = answer("tiny", "layout.tp=2", *SMALL, "--ranks", "2", "--cluster", "h100", command="step")["events"]
     exchanges = [event["name"] for event in events if event["kind"] == "exchange"]

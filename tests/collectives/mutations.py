@@ -31,9 +31,9 @@ class MutationCheckResult:
 def spread_mutations(cases: Sequence[ProgramCase], count: int) -> Iterator[MutationCheckResult]:
     """Check `count` mutations, spread evenly over the cases; fewer where a Program does not allow as many."""
     for index, case in enumerate(cases):
-        of_case = count * (index + 1) // len(cases) - count * index // len(cases)
-        if of_case:
-            yield from map(check_mutation, generate_mutations(case(), of_case))
+        case_count = count * (index + 1) // len(cases) - count * index // len(cases)
+        if case_count:
+            yield from map(check_mutation, generate_mutations(case(), case_count))
 
 
 def generate_mutations(program: Program, count: int, seed: int = 0) -> Iterator[MutatedCollectiveProgram]:

@@ -298,9 +298,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize(("world", "each"), [(3, 3), (4, 4), (4, 2), (3, 1)])
 def test_bytes_that_are_counted_are_those_that_other_ranks_read(ranks: Ranks, world: int, each: int) -> None:
     results = ranks.run_places(world, crossings, each)
-    for of_ranks in zip(*results, strict=True):
-        read = [sum(by_source[rank] for by_source, _, _ in of_ranks) for rank in range(world)]
-        assert [counted for _, counted, _ in of_ranks] == [promised for *_, promised in of_ranks] == read
+    for rank_results in zip(*results, strict=True):
+        read = [sum(by_source[rank] for by_source, _, _ in rank_results) for rank in range(world)]
+        assert [counted for _, counted, _ in rank_results] == [promised for *_, promised in rank_results] == read
 
 
 def test_an_all_reduce_sends_what_the_textbook_says() -> None:

@@ -65,12 +65,14 @@ def port_of(store: dist.Store, rank: int) -> int:
 def check(*ranks: Future[Streams]) -> None:
     """Check that bytes sent on each socket arrive at the rank and on the socket that they are for."""
     streams = [rank.result(timeout=20) for rank in ranks]
-    for rank, of_rank in enumerate(streams):
-        assert sorted(of_rank) == [(other, kind) for other in range(len(ranks)) if other != rank for kind in range(2)]
-        for (other, kind), stream in of_rank.items():
+    for rank, rank_streams in enumerate(streams):
+        assert sorted(rank_streams) == [
+            (other, kind) for other in range(len(ranks)) if other != rank for kind in range(2)
+        ]
+        for (other, kind), stream in rank_streams.items():
             stream.sendall(bytes([rank, other, kind]))
-    for rank, of_rank in enumerate(streams):
-        for (other, kind), stream in of_rank.items():
+    for rank, rank_streams in enumerate(streams):
+        for (other, kind), stream in rank_streams.items():
             with stream:
                 assert stream.recv(9) == bytes([other, rank, kind])
 
@@ -180,9 +182,9 @@ def test_a_claim_to_be_another_rank_is_refused(
         assert mad.recv(1) == b"" and (mad is second or claim == (1, 0, 0))
     assert f"rank 0 refused a connection that claims to be rank {claim[0]}" in caplog.text
     streams.append(connected(store, (1, 0, 1)))
-    of_second: Future[Streams] = Future()
-    of_second.set_result({(0, kind): stream for kind, stream in enumerate(streams)})
-    check(first, of_second)
+    second_streams: Future[Streams] = Future()
+    second_streams.set_result({(0, kind): stream for kind, stream in enumerate(streams)})
+    check(first, second_streams)
 
 
 def test_all_who_do_not_come_are_named(pool: ThreadPoolExecutor, store: dist.Store) -> None:

@@ -75,8 +75,8 @@ def check(text: str, shape: tuple[int, ...], dtype: torch.dtype, results: list[R
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
 def test_nearly_the_sum(ranks: Ranks, world: int) -> None:
     cases = [(text, shape, dtype) for text in TEXTS for shape in SHAPES for dtype in DTYPES]
-    for case, *of_ranks in zip(cases, *ranks.run(world, reduce_all, cases), strict=True):
-        check(*case, of_ranks)
+    for case, *rank_results in zip(cases, *ranks.run(world, reduce_all, cases), strict=True):
+        check(*case, rank_results)
 
 
 def alone(group: RankGroup) -> None:
@@ -144,13 +144,13 @@ def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
     exact = sum_of(3, (105,), torch.float32).float()
-    for of_ranks in zip(*ranks.run(3, halves), strict=True):
-        scattered = torch.cat([mine for mine, _, _ in of_ranks])
-        lost = torch.stack([lost for _, lost, _ in of_ranks]).sum(0)
+    for rank_results in zip(*ranks.run(3, halves), strict=True):
+        scattered = torch.cat([mine for mine, _, _ in rank_results])
+        lost = torch.stack([lost for _, lost, _ in rank_results]).sum(0)
         torch.testing.assert_close(scattered + lost, exact)
-        assert [len(mine) for mine, _, _ in of_ranks] == [stop - start for start, stop in rank_slices(105, 3)]
-        assert all(torch.equal(gathered, of_ranks[0][2]) for _, _, gathered in of_ranks)
-        assert (of_ranks[0][2] - scattered).norm() < scattered.norm()
+        assert [len(mine) for mine, _, _ in rank_results] == [stop - start for start, stop in rank_slices(105, 3)]
+        assert all(torch.equal(gathered, rank_results[0][2]) for _, _, gathered in rank_results)
+        assert (rank_results[0][2] - scattered).norm() < scattered.norm()
 
 
 def refused(group: RankGroup) -> str:

@@ -110,13 +110,15 @@ def every_dtype(group: RankGroup, algorithm: str | None) -> list[tuple[str, str]
     return refused
 
 
-@pytest.mark.parametrize(("backend", "algorithm", "of_complex"), [("gloo", "ring", 5), ("motet", None, 6)])
-def test_every_dtype_and_operator(ranks: Ranks, backend: CpuBackend, algorithm: str | None, of_complex: int) -> None:
+@pytest.mark.parametrize(("backend", "algorithm", "complex_operators"), [("gloo", "ring", 5), ("motet", None, 6)])
+def test_every_dtype_and_operator(
+    ranks: Ranks, backend: CpuBackend, algorithm: str | None, complex_operators: int
+) -> None:
     refused = ranks.on(backend).run(3, every_dtype, algorithm)
     assert refused[0] == refused[1] == refused[2]
     names = [name for name, _ in refused[0]]
     bits = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), 3)
-    others = {"bool": 1, "complex64": of_complex, "float8_e4m3fn": 8, "float8_e5m2": 8}
+    others = {"bool": 1, "complex64": complex_operators, "float8_e4m3fn": 8, "float8_e5m2": 8}
     assert {name: names.count(name) for name in names} == bits | others
     assert ("bool", "avg of bool: use max for any, or min for all; or convert it to an integer") in refused[0]
 

@@ -44,11 +44,13 @@ def every_algorithm(group: RankGroup) -> list[tuple[str, str, float, float]]:
 def test_every_algorithm(ranks: Ranks, world: int) -> None:
     told = ranks.run(world, every_algorithm, timeout_s=120)
     assert len(told[0]) > 30
-    for of_ranks in zip(*told, strict=True):
-        made = build(*of_ranks[0][:2], world)
+    for rank_results in zip(*told, strict=True):
+        made = build(*rank_results[0][:2], world)
         size = 2 * made.message_size_units * 8
-        assert [sent for *_, sent, _ in of_ranks] == [made.send_fraction(rank) * size for rank in range(world)], made
-        assert sum(messages for *_, messages in of_ranks) == made.message_count, made
+        assert [sent for *_, sent, _ in rank_results] == [made.send_fraction(rank) * size for rank in range(world)], (
+            made
+        )
+        assert sum(messages for *_, messages in rank_results) == made.message_count, made
 
 
 def measured(group: RankGroup) -> list[tuple[str, CollectiveMeasurement]]:

@@ -22,7 +22,7 @@ def modes_in(sources: Iterable[str]) -> set[str]:
         node.name: {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases} for node in classes
     }
     modes = set[str]()
-    while more := {name for name, of_class in bases.items() if of_class & (MODES | modes)} - modes:
+    while more := {name for name, base_names in bases.items() if base_names & (MODES | modes)} - modes:
         modes |= more
     return modes
 

@@ -141,12 +141,12 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "user_models"
 
 
-def of_factory(name: str, **arguments: object) -> UserModuleSettings:
+def factory_settings(name: str, **arguments: object) -> UserModuleSettings:
     return UserModuleSettings(factory=name, arguments=arguments)
 
 
 def test_a_factory_in_the_current_folder(user_module: str) -> None:
-    first, second, third = (built(of_factory(f"{user_module}:plain", size=4), seed) for seed in (1, 1, 2))
+    first, second, third = (built(factory_settings(f"{user_module}:plain", size=4), seed) for seed in (1, 1, 2))
     table = [m.module.get_parameter("table.weight") for m in (first, second, third)]
     assert table[0].shape == (30, 4) and torch.equal(table[0], table[1]) and not torch.equal(table[0], table[2])
     logits = first.logits(batch())
@@ -158,24 +158,24 @@ def test_building_leaves_the_random_state_alone(user_module: str) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    built(of_factory(f"{user_module}:plain"), 1)
+    built(factory_settings(f"{user_module}:plain"), 1)
     assert torch.equal(torch.rand(1), expected)
 
 
 def test_a_forward_is_given_what_it_asks_for(user_module: str) -> None:
-    model = built(of_factory(f"{user_module}:asking"), 1, torch.float64)
+    model = built(factory_settings(f"{user_module}:asking"), 1, torch.float64)
     assert model.logits(batch()).dtype == torch.float64
     positions, documents, rows = model.module.asked
     assert positions is None and documents is None and rows.tolist() == [0, 1]
 
 
 def test_complex_buffers_stay_complex(user_module: str) -> None:
-    turns = built(of_factory(f"{user_module}:turning"), 1, torch.float64).module.get_buffer("turns")
+    turns = built(factory_settings(f"{user_module}:turning"), 1, torch.float64).module.get_buffer("turns")
     assert turns.is_complex() and torch.allclose(turns.angle()[1:4], torch.arange(1.0, 4.0).to(turns.real.dtype))
 
 
 def test_a_module_with_its_own_loss(user_module: str) -> None:
-    model = built(of_factory(f"{user_module}:own_loss"), 1)
+    model = built(factory_settings(f"{user_module}:own_loss"), 1)
     assert torch.equal(model.loss_sum(batch()), model.logits(batch()).square().sum())
 
 
@@ -191,18 +191,18 @@ def test_a_module_with_its_own_loss(user_module: str) -> None:
     ],
 )
 def test_a_factory_that_is_none(user_module: str, factory: str, arguments: dict[str, int], says: str) -> None:
-    refused(says, built, of_factory(factory, **arguments))
+    refused(says, built, factory_settings(factory, **arguments))
 
 
 def test_errors_of_the_user_stay_their_own(user_module: str) -> None:
     with pytest.raises(KeyError, match=r"key of the user's"):
-        built(of_factory("user_models:broken"))
+        built(factory_settings("user_models:broken"))
     with pytest.raises(ModuleNotFoundError, match=r"surely_not_installed"):
-        built(of_factory("importing_what_is_not_there:f"))
+        built(factory_settings("importing_what_is_not_there:f"))
 
 
 def test_a_forward_that_gives_no_logits(user_module: str) -> None:
-    refused(r"Wrong.forward gives \w+, not a tensor", built(of_factory("user_models:wrong")).loss_sum, batch())
+    refused(r"Wrong.forward gives \w+, not a tensor", built(factory_settings("user_models:wrong")).loss_sum, batch())
 
 
 def test_threads_that_build_without_values_leave_the_draws_of_torch() -> None:

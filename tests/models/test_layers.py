@@ -182,6 +182,6 @@ def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal and bias is None, scale=0.3, enable_gqa=True)
     ours = tiled_attention(q, k, v, bias, causal=causal, scale=0.3)
     assert torch.equal(ours, expected)
-    of_expected, of_ours = (torch.autograd.grad(y, (q, k, v), grad) for y in (expected, ours))
-    for a, b in zip(of_ours, of_expected, strict=True):
+    expected_gradients, our_gradients = (torch.autograd.grad(y, (q, k, v), grad) for y in (expected, ours))
+    for a, b in zip(our_gradients, expected_gradients, strict=True):
         assert (a - b).norm() < 1e-14 * b.norm()

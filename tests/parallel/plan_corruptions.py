@@ -142,7 +142,7 @@ def cut_otherwise(groups: RankGroups, random: Random) -> RankGroups:
     return random.choice([rows, tuple(zip(*rows, strict=True))])
 
 
-def of_other_ranks(plan: StepPlan, random: Random, field: str = "rank_groups", of: str = "") -> Corrupted | None:
+def groups_of_other_ranks(plan: StepPlan, random: Random, field: str = "rank_groups", of: str = "") -> Corrupted | None:
     change = random.choice([another_rank, permuted, cut_otherwise])
 
     def changed(action: CommUnitAction) -> CommUnitAction:
@@ -154,17 +154,19 @@ def of_other_ranks(plan: StepPlan, random: Random, field: str = "rank_groups", o
 
 @corruption
 def action_of_other_ranks(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return of_other_ranks(plan, random)
+    return groups_of_other_ranks(plan, random)
 
 
 @corruption
 def gather_of_other_ranks(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return of_other_ranks(plan, random, of="all_gather")
+    return groups_of_other_ranks(plan, random, of="all_gather")
 
 
 @corruption
 def two_level_groups_wrong(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
-    return of_other_ranks(plan, random, random.choice(["intra_groups", "inter_groups"]), "two_level_reduce_scatter")
+    return groups_of_other_ranks(
+        plan, random, random.choice(["intra_groups", "inter_groups"]), "two_level_reduce_scatter"
+    )
 
 
 @corruption

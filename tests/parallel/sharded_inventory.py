@@ -56,7 +56,7 @@ def model_sharding(*, stages: tuple[range, ...] = (), sequence: bool = False) ->
     """
     everywhere = ("dp", "cp", "tp")
     unsplit = ShardRule(partial_over=everywhere, reason="sequence") if sequence else ShardRule()
-    of_block = {
+    block_rules = {
         "norm.weight": unsplit,
         "attn.q.weight": ShardRule((DimensionSplit(0, "tp", unit=4),), reason="column"),
         "attn.kv.weight": ShardRule((DimensionSplit(0, "tp", (8, 8), unit=4),), everywhere, "shared key and value"),
@@ -84,7 +84,7 @@ def model_sharding(*, stages: tuple[range, ...] = (), sequence: bool = False) ->
         activations += [ActivationSplit(f"{block}.attn.table", "output", (DimensionSplit(2, "tp"),))]
     comms += [BoundaryComm(block, "output", 0, "gather", "tp", 1)] if sequence else []
     comms += [BoundaryComm("head", "input", 0, "copy", "tp"), BoundaryComm("", "output", "loss", "sum", "tp")]
-    rules = {f"blocks.{b}.{name}": rule for b in range(BLOCKS) for name, rule in of_block.items()}
+    rules = {f"blocks.{b}.{name}": rule for b in range(BLOCKS) for name, rule in block_rules.items()}
     rules |= {"embed.weight": ShardRule((DimensionSplit(0, "tp"),), reason="vocabulary")}
     return ModelSharding(rules, tuple(comms), activations=tuple(activations), stages=stages)
 

@@ -71,8 +71,8 @@ def trained(group: RankGroup, cases: list[Case], precision: str = "fp32", count:
     return [steps(engine_of(case, precision), group, 0, count) for case in cases]
 
 
-def all_agree(of_ranks: list[list[list[Tensor]]]) -> None:
-    for answers in zip(*of_ranks, strict=True):
+def all_agree(rank_answers: list[list[list[Tensor]]]) -> None:
+    for answers in zip(*rank_answers, strict=True):
         for step in zip(*answers, strict=True):
             assert step[0].isfinite().all() and all(torch.equal(answer, step[0]) for answer in step)
         assert not torch.equal(answers[0][0], answers[0][-1])

@@ -49,11 +49,11 @@ def test_neither_order_nor_cuts_nor_ranks_change_a_bit(ranks: Ranks) -> None:
         shuffled = x[torch.randperm(len(x))]
         assert exact_squared_norm(shuffled.tensor_split(sorted(draw.sample(range(len(x)), 4))), ALONE) == whole
     for world in (2, 3):
-        assert ranks.run(world, _of_rank, x) == [whole] * world
+        assert ranks.run(world, _norm_of_rank, x) == [whole] * world
     assert exact_squared_norm([x[1:]], ALONE) != whole
 
 
-def _of_rank(group: RankGroup, x: torch.Tensor) -> float:
+def _norm_of_rank(group: RankGroup, x: torch.Tensor) -> float:
     own = [] if group.rank == group.world - 1 else x.tensor_split([100] * (group.world > 2))[group.rank :]
     return exact_squared_norm([own[0]] if own else [], group)
 

@@ -100,8 +100,8 @@ def test_every_corruption_has_the_verdict_of_a_check_of_every_rank(most: int, sh
                     said, others = verdicts(corrupted.plan), RULES_AND_ACTIONS.keys() - RULES_OF_EVERY_RANK
                     # Where a tensor is in two groups, say, rules about ranks may look at one of them.
                     is_refused_before = any(complains(corrupted.plan, name) for name in others)
-                for by_class, of_each in said.values():
-                    assert by_class == of_each or (is_refused_before and of_each), (world, kind, said)
+                for by_class, by_rank in said.values():
+                    assert by_class == by_rank or (is_refused_before and by_rank), (world, kind, said)
                 refused += Counter(name for name, (by_class, _) in said.items() if by_class)
     assert set(refused) == set(RULES_OF_EVERY_RANK)
 

@@ -101,10 +101,10 @@ def test_the_repeated_fractions_are_those_of_the_whole_layers() -> None:
     attention = ["q", "kv", "out"]
     whole = {f"blocks.{block}.attn.{name}.weight": WHOLE for block in (0, 2) for name in attention}
     sharding = layered_sharding(whole)
-    of_block = {name: prod(shape) for name, shape in BLOCK_SHAPES.items()}
-    small = sum(of_block[name] for name in ("norm.weight", "attn.q_norm.weight", "attn.out.bias", "mix.weight"))
-    matrices = sum(of_block.values()) - small
-    repeated = 2 * sum(of_block[f"attn.{name}.weight"] for name in attention)
+    block_numel = {name: prod(shape) for name, shape in BLOCK_SHAPES.items()}
+    small = sum(block_numel[name] for name in ("norm.weight", "attn.q_norm.weight", "attn.out.bias", "mix.weight"))
+    matrices = sum(block_numel.values()) - small
+    repeated = 2 * sum(block_numel[f"attn.{name}.weight"] for name in attention)
     assert repeated_parameters(inventory(), sharding) == (repeated + 3 * small + 8) / (3 * (matrices + small) + 88)
     # The embedding is tied to the head, so its weight is in a product, too.
     assert repeated_products(inventory(), sharding, {}) == repeated / (3 * matrices + 80)

@@ -107,10 +107,12 @@ def test_every_row_counts_once_and_all_ranks_compute_equally_often(dp: int, zero
     for count in range(dp, 17):
         layout = layout_of(dp, zero, group, count)
         shares = [microbatches_of_data_rank(layout, rank, count) for rank in range(dp)]
-        assert {len(of_rank) for of_rank in shares} == {-(-count // dp)}
-        counting = [row for of_rank in shares for share in of_rank if share.contributes_gradients for row in share.rows]
+        assert {len(rank_shares) for rank_shares in shares} == {-(-count // dp)}
+        counting = [
+            row for rank_shares in shares for share in rank_shares if share.contributes_gradients for row in share.rows
+        ]
         assert sorted(counting) == list(range(count))
-        assert all(len(share.rows) == 1 for of_rank in shares for share in of_rank)
+        assert all(len(share.rows) == 1 for rank_shares in shares for share in rank_shares)
 
 
 def test_at_stages_2_and_3_a_few_shards_wait_at_any_time() -> None:

@@ -70,9 +70,9 @@ def test_the_table_of_partial_sums(layout: str, name: str, sums: Groups, copies:
 
 def test_groups_are_ordered_by_stage_and_rows_come_before_buckets() -> None:
     assert [(g.stages, g.unit_kind) for g in sync_groups("dp=4")] == [((0,), "rows"), ((0,), "bucket")]
-    of_stages = sync_groups("pp=2 dp=2 tp=2")
-    assert [g.stages for g in of_stages] == sorted(g.stages for g in of_stages)
-    assert {g.stages for g in of_stages} == {(0,), (0, 1), (1,)}
+    groups = sync_groups("pp=2 dp=2 tp=2")
+    assert [g.stages for g in groups] == sorted(g.stages for g in groups)
+    assert {g.stages for g in groups} == {(0,), (0, 1), (1,)}
     rows, buckets = sync_groups("dp=4")
     assert list(rows.names) == [t.name for t in inventory().trained if t.name in rows.names]
     assert buckets.names[-1] == "norm.weight" and all("weight" in name for name in rows.names)

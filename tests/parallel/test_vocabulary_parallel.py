@@ -266,9 +266,9 @@ def _model(group: RankGroup, kind: str, vocab: int) -> None:
     assert results[0].accuracy == results[1].accuracy
     if plain.is_autoregressive:
         first = replace(batch, targets=plain.logits(batch)[:, -1].argmax(-1), weights=torch.ones(2))
-        of_rows = [replace(m, logits=lambda batch, m=m: m.logits(batch)[:, -1]) for m in (plain, split)]
+        last_token_models = [replace(m, logits=lambda batch, m=m: m.logits(batch)[:, -1]) for m in (plain, split)]
         options = {"max_batches": 1, "group": alone, "layout": layout, "batch_sequences": 2}
-        accuracies = [evaluate(model, HeldOut(first), "test", **options).accuracy for model in of_rows]
+        accuracies = [evaluate(model, HeldOut(first), "test", **options).accuracy for model in last_token_models]
         assert accuracies == [1.0, 1.0]
         for temperature in (0, 1):
             tokens = [generate_tokens(m, [1, 2], 20, seed=4, temperature=temperature) for m in (plain, split)]

@@ -50,8 +50,8 @@ def whole(split: VocabularySplit) -> dict[str, str]:
 
 def around(table: str, head: str = "") -> list[tuple[str, str, str, int | str]]:
     """The comms of a table, and of a head whose logits stay split."""
-    of_head = [(head, "input", "copy", 0), (head, "output", "sum", LOSS)] if head else []
-    return [(table, "output", "sum", 0), *of_head]
+    head_collectives = [(head, "input", "copy", 0), (head, "output", "sum", LOSS)] if head else []
+    return [(table, "output", "sum", 0), *head_collectives]
 
 
 # --- our models, and those of transformers --------------------------------------------------------------------

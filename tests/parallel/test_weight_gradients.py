@@ -18,12 +18,12 @@ def test_the_three_products_are_those_of_autograd(is_transposed: bool) -> None:
     x, weight, bias = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
     output = products.multiply(x, weight, bias)
     gradient, total = torch.randn_like(output), torch.full_like(weight, torch.nan, requires_grad=False)
-    of_x, of_weight = torch.autograd.grad(output, (x, weight), gradient)
+    x_gradient, weight_gradient = torch.autograd.grad(output, (x, weight), gradient)
     results = products.input_gradient(gradient, weight), products.weight_gradient(x.detach(), gradient)
-    torch.testing.assert_close(results, (of_x, of_weight), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(results, (x_gradient, weight_gradient), rtol=1e-13, atol=1e-13)
     for adds in (False, True):
         assert products.weight_gradient(x.detach(), gradient, total, adds=adds) is total
-        torch.testing.assert_close(total, (1 + adds) * of_weight, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(total, (1 + adds) * weight_gradient, rtol=1e-13, atol=1e-13)
 
 
 class Sum:
@@ -69,7 +69,7 @@ def gradients_of_autograd(change: Callable[[Twice], object] = lambda module: Non
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("has_sums", [False, True])
 def test_gradients_are_those_of_autograd(later: bool, has_sums: bool) -> None:
-    expected, of_x = gradients_of_autograd()
+    expected, x_gradient = gradients_of_autograd()
     module, x = module_and_input()
     sums = {layer.weight: Sum() for layer in (module.inner, module.outer)} if has_sums else {}
     queue, completed = WeightGradientQueue(LinearProducts(), dict(sums)), list[Tensor]()
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_autograd(later: bool, has_sums: bool) -> None:
     else:
         loss_of(module, x).backward()
     assert completed == [] if later and has_sums else len(completed) == 1
-    torch.testing.assert_close(x.grad, of_x, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(x.grad, x_gradient, rtol=1e-13, atol=1e-13)
     found = {name: p.grad if p not in sums else sums[p].total for name, p in module.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     assert [each.products for each in sums.values()] == ([2, 1] if has_sums else [])
@@ -130,17 +130,19 @@ def test_gradients_that_a_forward_takes_are_not_added() -> None:
     layer, x = nn.Linear(5, 5).double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     module, sums = layers_with_sums(layer)
     energy = module(x).square().sum()
-    (of_x,) = torch.autograd.grad(energy, x, retain_graph=True)
-    (of_weight,) = torch.autograd.grad(energy, layer.weight, retain_graph=True)
+    (x_gradient,) = torch.autograd.grad(energy, x, retain_graph=True)
+    (weight_gradient,) = torch.autograd.grad(energy, layer.weight, retain_graph=True)
     assert not sums[layer.weight].products
     energy.backward()
-    torch.testing.assert_close((x.grad, sums[layer.weight].total), (of_x, of_weight), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        (x.grad, sums[layer.weight].total), (x_gradient, weight_gradient), rtol=1e-13, atol=1e-13
+    )
 
 
 def test_gradients_can_be_differentiated() -> None:
     def penalty(module: nn.Module, x: Tensor) -> Tensor:
-        (of_x,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
-        return of_x.square().sum()
+        (x_gradient,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        return x_gradient.square().sum()
 
     layer, x = nn.Linear(5, 5).double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     module, sums = layers_with_sums(copy.deepcopy(layer))

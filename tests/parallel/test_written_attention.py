@@ -87,8 +87,8 @@ def test_a_line_with_a_global_number_is_named_with_the_change_that_lets_ranks_sp
 def test_what_is_frozen_or_kept_whole_by_a_rule_does_not_count() -> None:
     module = gpt("global")
     attention = [name for name, _ in module.named_parameters() if ".attn." in name]
-    of_rule = proven_with_rules(module)
-    assert [name for name, _, _ in split_share(module, of_rule).unsplit] == ["transformer.wpe.weight"]
+    with_rules = proven_with_rules(module)
+    assert [name for name, _, _ in split_share(module, with_rules).unsplit] == ["transformer.wpe.weight"]
     for name in attention:
         module.get_parameter(name).requires_grad_(False)
     assert [name for name, _, _ in split_share(module, proven(module)).unsplit] == ["transformer.wpe.weight"]

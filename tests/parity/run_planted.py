@@ -150,7 +150,7 @@ def native_comparison(
     """The steps of ranks in the precision of a recipe, with a mistake in place."""
     of = native_layout(ranks, recipe, layout, model, settings)
     done = ranks.run(of.world, native_steps_of_rank, of.subject, of.reference.folder, plant, timeout_s=120)
-    recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*done, strict=True)}
+    recorded = {rank_steps[0][0]: [records for _, records in rank_steps] for rank_steps in zip(*done, strict=True)}
     return NativeComparison(of.reference, of.spreads, recorded, of.subject)
 
 
@@ -205,7 +205,7 @@ def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") ->
     world, job = candidate.world, candidate.job
     own = tempfile.mkdtemp(dir=reference.folder, prefix="own-")
     done = ranks.run(world, records_of_rank, job, reference.folder, Path(own).name, name, timeout_s=120)
-    steps = [of_rank for of_rank, _ in done]
-    recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*steps, strict=True)}
+    steps = [rank_records for rank_records, _ in done]
+    recorded = {rank_steps[0][0]: [records for _, records in rank_steps] for rank_steps in zip(*steps, strict=True)}
     recompute = recompute_layout(JobVerificationSubject(job, *done[0][1]), world, reference.runs)
     return verify_recorded_steps(layout, recompute, recorded)

@@ -171,6 +171,6 @@ def verified(
     world, own = job.layout.dims.ranks, Path(mkdtemp(dir=runs.folder)).name
     split = JobVerificationSubject(job, executed)
     steps = ranks.run(world, records_of_rank, split, runs.folder, own, plant, is_proven, timeout_s=120)
-    recorded = {of_ranks[0][0]: [records for _, records in of_ranks] for of_ranks in zip(*steps, strict=True)}
+    recorded = {rank_steps[0][0]: [records for _, records in rank_steps] for rank_steps in zip(*steps, strict=True)}
     recompute = recompute_layout(JobVerificationSubject(job, claimed or executed), world, runs)
     return verify_recorded_steps("split", recompute, recorded)

@@ -44,7 +44,7 @@ def seen(kind: TensorKind, tensors: dict[str, Tensor], rows: range) -> list[Reco
     return recorder.records
 
 
-def of_two_ranks(wrong: int, **changed: Tensor) -> list[list[RecordedTensor]]:
+def records_of_two_ranks(wrong: int, **changed: Tensor) -> list[list[RecordedTensor]]:
     """Each rank has half of 8 rows; the rows of one rank are wrong."""
     halves = [range(4), range(4, 8)]
     return [seen("activation", {**TENSORS, **(changed if r == wrong else {})}, rows) for r, rows in enumerate(halves)]
@@ -64,7 +64,9 @@ REFERENCE = reference_of(seen("activation", TENSORS, range(8)))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_not_a_number_is_found_on_every_rank(rank: int) -> None:
     spoilt = torch.where(torch.arange(8)[:, None] % 4 == 1, NAN, TENSORS["b"])
-    found = [each for each in compare_with_reference(REFERENCE, of_two_ranks(rank, b=spoilt)) if not each.is_rounding]
+    found = [
+        each for each in compare_with_reference(REFERENCE, records_of_two_ranks(rank, b=spoilt)) if not each.is_rounding
+    ]
     assert [(each.key[1], each.rank, each.relative_error) for each in found] == [("b", rank, INF)]
 
 

@@ -40,11 +40,11 @@ def test_buffers_of_a_later_micro_batch_are_named(monkeypatch: pytest.MonkeyPatc
     original = recompute._RepeatableCall._as_before
     second_start: dict[nn.Module, Tensor] = {}
 
-    def of_the_latest(call: object, buffers: list[recompute._Buffer]) -> object:
+    def latest_buffers(call: object, buffers: list[recompute._Buffer]) -> object:
         changed = [b._replace(value=second_start.setdefault(b.owner, b.value)) for b in buffers]
         return original(call, changed)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recompute._RepeatableCall, "_as_before", of_the_latest)
+    monkeypatch.setattr(recompute._RepeatableCall, "_as_before", latest_buffers)
     assert reports() == [
         "buffer blocks.1.mean is that of micro-batch 1: 0",
         "buffer blocks.0.mean is that of micro-batch 1: 0",

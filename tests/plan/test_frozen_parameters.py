@@ -71,11 +71,11 @@ def test_only_gradients_are_reduced_and_only_what_is_updated_is_gathered(model: 
     """Compared with a model that is trained as a whole; stage 3 gathers frozen parameters too."""
     everything, step = (step_of(each, dp=8, zero=zero) for each in (MODEL, model))
     counts = count_parameters((block, block.repeat) for block in step.spec.blocks)
-    count, seconds, of_all = everything.spec.parameter_count, communicated(step), communicated(everything)
+    count, seconds, all_seconds = everything.spec.parameter_count, communicated(step), communicated(everything)
     assert counts.trained + counts.frozen_dense == step.spec.parameter_count
-    assert seconds["reduce"] / of_all["reduce"] == pytest.approx(counts.trained / count)
+    assert seconds["reduce"] / all_seconds["reduce"] == pytest.approx(counts.trained / count)
     gathered = (counts.trained if zero < 3 else step.spec.parameter_count) / count
-    assert seconds["gather"] == pytest.approx(gathered * of_all["gather"])
+    assert seconds["gather"] == pytest.approx(gathered * all_seconds["gather"])
 
 
 def test_frozen_blocks_have_no_backward_and_frozen_weights_no_gradient() -> None:

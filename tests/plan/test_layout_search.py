@@ -41,8 +41,8 @@ def test_every_layout_is_possible() -> None:
 
 def all_with_sizes_of(layout: Layout) -> Iterator[Layout]:
     """All that `[layout]` can say about the sizes of a layout."""
-    of_one = ["1f1b", "gpipe", "zb-interleaved"]
-    schedules = {1: of_one, 2: ["interleaved", "breadth-first", "zb-interleaved", "zb-v", "dualpipe-v"]}
+    one_chunk = ["1f1b", "gpipe", "zb-interleaved"]
+    schedules = {1: one_chunk, 2: ["interleaved", "breadth-first", "zb-interleaved", "zb-v", "dualpipe-v"]}
     names = schedules.get(layout.chunks, ["interleaved", "breadth-first", "zb-interleaved"])
     in_stage_3 = [(True, "microbatch"), (True, "step")]
     in_stage_3 += [] if layout.pp > 1 else [(False, "microbatch"), (False, "step")]

@@ -99,8 +99,8 @@ def test_a_block_of_megatron_keeps_what_its_paper_counts(tp: int, sp: bool) -> N
 def test_dropout_of_fused_attention_adds_two_masks() -> None:
     without, with_masks = (saved_by_a_block("megatron", has_dropout=each) for each in (False, True))
     assert with_masks - without == 2 * TOKENS * HIDDEN
-    of_model = saved_by_a_block("megatron", GPT.model_copy(update={"dropout": 0.1}))
-    assert of_model == with_masks
+    without_masks = saved_by_a_block("megatron", GPT.model_copy(update={"dropout": 0.1}))
+    assert without_masks == with_masks
     assert saved_by_a_block("megatron-unfused") - without == pytest.approx(2 * PAIRS, rel=0.01)  # Softmax alone
     deep = replace(step_of("motet"), has_dropout=True)  # motet's own masks are those of the model
     assert estimate_memory(deep) == memory_of("motet")
@@ -224,8 +224,8 @@ def test_tensor_parallelism_and_experts_divide() -> None:
     assert split.bytes["parameters"] == pytest.approx(whole.bytes["parameters"] / 2, rel=0.01)
     experts = MODEL.model_copy(update={"experts": MixtureOfExpertsSettings(count=8, per_token=2, hidden=2048)})
     all_here, spread = (memory_of(model=experts, dp=8, ep=ep).worst.bytes["parameters"] for ep in (1, 8))
-    of_experts = 2.0 * 8 * 8 * 3 * 1024 * 2048  # bytes x layers x experts x matrices
-    assert all_here - spread == pytest.approx(7 / 8 * of_experts)
+    expert_bytes = 2.0 * 8 * 8 * 3 * 1024 * 2048  # bytes x layers x experts x matrices
+    assert all_here - spread == pytest.approx(7 / 8 * expert_bytes)
 
 
 def test_logits_are_those_of_the_loss() -> None:
@@ -262,8 +262,8 @@ def test_deepspeed_copies_gradients(recipe: str, each: float) -> None:
     recipes = {"bf16": RECIPES["bf16"], "fp16": replace(RECIPES["fp16"], reduce="float16")}
     step = replace(step_of("megatron-deepspeed", dp=8, zero=1), recipe=recipes[recipe])
     count, flat = step.spec.parameter_count, estimate_memory(step).worst.bytes["flat copies"]
-    of_reduction = 2 * 5e8 if recipe == "fp16" else 2 * count
-    assert flat == pytest.approx(2 * 5e8 + of_reduction + each * count / 8)
+    reduced_bytes = 2 * 5e8 if recipe == "fp16" else 2 * count
+    assert flat == pytest.approx(2 * 5e8 + reduced_bytes + each * count / 8)
 
 
 def test_outside_counts_the_context_and_communicators() -> None:

@@ -76,8 +76,8 @@ def test_errors_are_those_of_steps_like_a_plan() -> None:
     assert errors_on_device("GB200", 64, has_experts=True)[0] not in (*dense, None)
     assert errors_on_device("B300", 64, has_experts=False) == (None, None)
     assert errors_on_device("A100-SXM4-40GB", 8, has_experts=True)[0] is None
-    of_memory = [errors_on_device("A100-SXM4-80GB", 8, has_experts=experts)[1] for experts in (False, True)]
-    assert of_memory[0] == of_memory[1] is not None
+    memory_errors = [errors_on_device("A100-SXM4-80GB", 8, has_experts=experts)[1] for experts in (False, True)]
+    assert memory_errors[0] == memory_errors[1] is not None
 
 
 def test_statistics() -> None:

@@ -54,7 +54,7 @@ def events_of(layout: Layout, cluster: str = "h100", **communication: object) ->
     return CLUSTERS[cluster].step_times.events(step_of(layout, **communication))
 
 
-def of_kind(events: list[StepEvent], *kinds: str) -> list[StepEvent]:
+def select_kinds(events: list[StepEvent], *kinds: str) -> list[StepEvent]:
     return [event for event in events if event.kind in kinds and "next step" not in event.name]
 
 
@@ -67,8 +67,8 @@ def test_events_end_when_the_step_does(name: str, overlap: str, stack: str) -> N
         step, times = step_of(LAYOUTS[name], stack, overlap=overlap), cluster.step_times
         seconds, events = times.predict(step).seconds, times.events(step)
         assert {event.rank for event in events} == set(range(0, 64, 64 // step.layout.pp))
-        assert max(event.stop_s for event in of_kind(events, "host", "data")) == pytest.approx(seconds, rel=1e-9)
-        assert all(event.stop_s <= seconds * (1 + 1e-9) for event in of_kind(events) if event.kind != "gather")
+        assert max(event.stop_s for event in select_kinds(events, "host", "data")) == pytest.approx(seconds, rel=1e-9)
+        assert all(event.stop_s <= seconds * (1 + 1e-9) for event in select_kinds(events) if event.kind != "gather")
         streams = defaultdict[tuple[int, str], list[StepEvent]](list)
         for event in events:
             if event.kind not in ("exchange", "message", "gather"):  # These also wait in other streams of a rank
@@ -81,17 +81,17 @@ def test_events_end_when_the_step_does(name: str, overlap: str, stack: str) -> N
 def test_all_blocks_are_computed_in_order(name: str) -> None:
     layout, events = LAYOUTS[name], events_of(LAYOUTS[name])
     for microbatch in range(layout.microbatches):
-        forward = [e for e in of_kind(events, "forward") if e.microbatch == microbatch]
+        forward = [e for e in select_kinds(events, "forward") if e.microbatch == microbatch]
         assert [e.block for e in sorted(forward, key=lambda e: e.start_s)] == BLOCKS[1:] or layout.cp * layout.tp > 1
-        computed = {(e.block, e.microbatch) for e in of_kind(events, "backward", "weights")}
+        computed = {(e.block, e.microbatch) for e in select_kinds(events, "backward", "weights")}
     assert {(block, number) for block in BLOCKS[1:] for number in range(layout.microbatches)} <= computed
-    gathered = {e.block for e in of_kind(events, "gather") if e.block}
+    gathered = {e.block for e in select_kinds(events, "gather") if e.block}
     is_sharded = layout.zero == 3 and (layout.sharding.reshard_after_forward or not layout.sharding.reduces_once)
     assert gathered == (set(BLOCKS) if is_sharded else set())
-    assert bool(of_kind(events, "recomputation")) == (layout.tp > 1)
-    assert bool(of_kind(events, "message")) == (layout.pp > 1)
-    assert bool(of_kind(events, "exchange")) == (layout.tp * layout.cp > 1)
-    assert bool(of_kind(events, "weights")) == (layout.schedule == "zb-v")
+    assert bool(select_kinds(events, "recomputation")) == (layout.tp > 1)
+    assert bool(select_kinds(events, "message")) == (layout.pp > 1)
+    assert bool(select_kinds(events, "exchange")) == (layout.tp * layout.cp > 1)
+    assert bool(select_kinds(events, "weights")) == (layout.schedule == "zb-v")
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
@@ -100,25 +100,25 @@ def test_a_bucket_is_reduced_when_its_gradients_are_there(zero: int, overlap: st
     """Backward is long enough to hide all but the last bucket."""
     layout = sized_layout(dp=64, zero=zero, microbatches=2)
     events = events_of(layout, bucket_mib=300, overlap=overlap)
-    sent = of_kind(events, "reduce")
+    sent = select_kinds(events, "reduce")
     kind, parts = ("all-reduce", [""]) if zero == 0 else ("reduce-scatter", [""])
     parts = [" of micro-batch 1", " of micro-batch 2"] if zero == 2 else parts
     buckets = 1 + max(int(event.name.split()[2]) for event in sent)
     assert [event.name for event in sent] == [f"{kind} bucket {i}{part}" for part in parts for i in range(buckets)]
     assert buckets > 3
-    backward = [event for event in of_kind(events, "backward") if event.microbatch == 1]
+    backward = [event for event in select_kinds(events, "backward") if event.microbatch == 1]
     last = max(event.stop_s for event in backward)
     overlapping = [event for event in sent if event.start_s < last - 1e-9 and (zero < 2 or "2" in event.name[-1])]
     assert bool(overlapping) == (overlap == "backward")
     if overlap == "backward":
         head = next(event for event in backward if event.block == "head")
         assert all(event.start_s >= head.stop_s for event in overlapping)
-    assert max(event.stop_s for event in sent) <= of_kind(events, "norm")[0].start_s + 1e-12
+    assert max(event.stop_s for event in sent) <= select_kinds(events, "norm")[0].start_s + 1e-12
 
 
 def test_without_overlap_a_micro_batch_waits_for_the_reductions_before_it() -> None:
     events = events_of(sized_layout(dp=64, zero=2, microbatches=2), overlap="none")
-    reduced = max(event.stop_s for event in of_kind(events, "reduce") if event.name.endswith("micro-batch 1"))
+    reduced = max(event.stop_s for event in select_kinds(events, "reduce") if event.name.endswith("micro-batch 1"))
     assert reduced == pytest.approx(min(event.start_s for event in events if event.microbatch == 1))
 
 
@@ -128,7 +128,7 @@ def test_reductions_take_the_time_of_their_bytes() -> None:
     events, per_host = times.events(step), times.devices_per_host
     for kind, collective, width in (("reduce", "reduce-scatter", 4), ("gather", "all-gather", 2)):
         seconds = times.costs.seconds(collective, width * step.spec.parameter_count, ranks=64, ranks_per_host=per_host)
-        total = sum(event.stop_s - event.start_s for event in of_kind(events, kind))
+        total = sum(event.stop_s - event.start_s for event in select_kinds(events, kind))
         assert total == pytest.approx(seconds, rel=1e-6), kind
 
 
@@ -152,7 +152,7 @@ def test_stage_3_gathers_before_it_computes_and_reduces_behind() -> None:
 def test_the_next_forward_overlaps_with_gathers(zero: int) -> None:
     """At stage 0 the sums are gathered before the update, at stage 1 parameters behind it."""
     events = events_of(sized_layout(dp=64, zero=zero), "a100-pcie", overlap="forward", bucket_mib=100)
-    (update,), gathers = of_kind(events, "update"), of_kind(events, "gather")
+    (update,), gathers = select_kinds(events, "update"), select_kinds(events, "gather")
     assert (gathers[0].start_s < update.start_s) == (zero == 0)
     again = [event for event in events if event.name.endswith("of the next step")]
     assert [event.block for event in again] == BLOCKS[1:] and gathers[-1].stop_s > again[0].start_s
@@ -163,11 +163,13 @@ def test_the_next_forward_overlaps_with_gathers(zero: int) -> None:
 def test_stages_wait_for_the_messages_of_their_neighbours() -> None:
     events = events_of(LAYOUTS["1f1b"])
     for microbatch in range(8):
-        of_batch = [event for event in events if event.microbatch == microbatch]
+        microbatch_events = [event for event in events if event.microbatch == microbatch]
         for stage in range(3):
-            sent = next(e for e in of_batch if e.kind == "message" and f"activation to stage {stage + 1}" in e.name)
-            first = min(e.start_s for e in of_batch if e.kind == "forward" and e.stage == stage + 1)
-            last = max(e.stop_s for e in of_batch if e.kind == "forward" and e.stage == stage)
+            sent = next(
+                e for e in microbatch_events if e.kind == "message" and f"activation to stage {stage + 1}" in e.name
+            )
+            first = min(e.start_s for e in microbatch_events if e.kind == "forward" and e.stage == stage + 1)
+            last = max(e.stop_s for e in microbatch_events if e.kind == "forward" and e.stage == stage)
             assert sent.rank == 16 * stage and last <= sent.start_s + 1e-9 and sent.stop_s <= first + 1e-9
 
 
@@ -184,4 +186,6 @@ def test_backward_has_gradients_in_that_order(tmp_path: Path) -> None:
     layout = sized_layout(dp=2)
     events = load_planned_cluster("h100", 2).step_times.events(planned_step(job, layout))
     assert len(order) > 4
-    assert [event.name for event in of_kind(events, "reduce")] == [f"all-reduce bucket {number}" for number in order]
+    assert [event.name for event in select_kinds(events, "reduce")] == [
+        f"all-reduce bucket {number}" for number in order
+    ]

@@ -112,8 +112,8 @@ def test_activations_of_tensor_and_context_parallelism() -> None:
     assert ("all-gather", keys_and_values, 4, 4) in collectives(dp=16, cp=4, microbatches=16)
     assert ("all-gather", keys_and_values // 2, 4, 4) in collectives(dp=8, tp=2, cp=4, microbatches=32)
     queries_to_outputs = 512 * 2 * 16 * (128 + 128) * 2  # Of the tokens of a rank
-    of_heads = collectives(dp=16, cp=4, cp_kind="all-to-all", microbatches=16)
-    assert ("all-to-all", queries_to_outputs, 4, 4) in of_heads
+    by_heads = collectives(dp=16, cp=4, cp_kind="all-to-all", microbatches=16)
+    assert ("all-to-all", queries_to_outputs, 4, 4) in by_heads
 
 
 def in_stage_3(width: float, *, efficiency: float = 1.0, shards: int = 64) -> set[tuple[str, int, int, int]]:
@@ -139,11 +139,11 @@ def test_stage_3_gathers_and_reduces_each_block() -> None:
 
 
 def test_experts_are_reduced_by_the_ranks_that_hold_the_same() -> None:
-    of_experts = 16 * 8 * 3 * 2048 * 1024
-    dense = PlannedStep(EXPERTS, 2048, 256, **sized()).spec.parameter_count - of_experts
+    expert_parameters = 16 * 8 * 3 * 2048 * 1024
+    dense = PlannedStep(EXPERTS, 2048, 256, **sized()).spec.parameter_count - expert_parameters
     asked = collectives(EXPERTS, dp=64, ep=8, zero=1, microbatches=4)
-    expected = {("reduce-scatter", 4 * dense, 64, 8), ("reduce-scatter", 4 * of_experts // 8, 8, 1)}
-    expected |= {("all-gather", 2 * dense, 64, 8), ("all-gather", 2 * of_experts // 8, 8, 1)}
+    expected = {("reduce-scatter", 4 * dense, 64, 8), ("reduce-scatter", 4 * expert_parameters // 8, 8, 1)}
+    expected |= {("all-gather", 2 * dense, 64, 8), ("all-gather", 2 * expert_parameters // 8, 8, 1)}
     assert {each for each in asked if each[0] != "all-to-all"} == expected
     assert expected < collectives(EXPERTS, dp=16, cp=4, ep=8, zero=1, microbatches=16)
     routed = 2048 * 2 * 2048 * 2  # Two experts for each token of a row, in bfloat16

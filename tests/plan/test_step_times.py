@@ -75,8 +75,8 @@ def test_the_bounds_of_all_schedules_never_exceed_their_simulations() -> None:
         step, layout = PlannedStep(MODEL, 2048, 256, **sizes), sizes["layout"]
         names = [name for name, kind in SCHEDULES.items() if kind.chunks in (None, layout.chunks)]
         names = names if layout.pp > 1 else [layout.schedule]
-        of_work = times.lower_bounds(step, names, 0.0)  # All of them exceed this limit
-        for name, bound, work_s in zip(names, times.lower_bounds(step, names, inf), of_work, strict=True):
+        work_bounds = times.lower_bounds(step, names, 0.0)  # All of them exceed this limit
+        for name, bound, work_s in zip(names, times.lower_bounds(step, names, inf), work_bounds, strict=True):
             predicted = times.predict(replace(step, layout=replace(layout, schedule=name))).seconds
             assert 0 < work_s <= predicted * (1 + 1e-12) and 0 < bound <= predicted * (1 + 1e-12), (name, layout)
             ratios.append(work_s / predicted)

@@ -95,11 +95,11 @@ class Reordered(Stack):
         vocab_size: int = 260,
         order: str = "width",
     ) -> None:
-        of_blocks = (
+        blocks = (
             _Attention(hidden_size, num_attention_heads, order=order, layer_idx=index)
             for index in range(num_hidden_layers)
         )
-        super().__init__(of_blocks, vocab_size, hidden_size)
+        super().__init__(blocks, vocab_size, hidden_size)
 
 
 class _Anchored(_Block):

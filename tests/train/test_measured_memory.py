@@ -152,8 +152,10 @@ def counted(group: RankGroup, job: Job) -> tuple[int, int]:
     "settings", [["memory.recompute=selective"], pytest.param(["layout.tp=2"], marks=pytest.mark.proof)]
 )
 def test_categories_add_up_to_all_live_bytes(ranks: Ranks, tmp_path: Path, settings: list[str]) -> None:
-    of_gloo = ranks.on("gloo")  # Whose buffers no kernel reads
-    for peak, expected in of_gloo.run(1 + ("layout.tp=2" in settings), counted, small_job(tmp_path, *TINY, *settings)):
+    gloo_ranks = ranks.on("gloo")  # Whose buffers no kernel reads
+    for peak, expected in gloo_ranks.run(
+        1 + ("layout.tp=2" in settings), counted, small_job(tmp_path, *TINY, *settings)
+    ):
         tolerance = 0.02 if "layout.tp=2" in settings else 0.001  # Gloo's threads may hold a message a little longer
         assert abs(peak - expected) <= tolerance * expected
 

@@ -65,8 +65,8 @@ def test_data_parallel_ranks_count_what_one_device_counts(ranks: Ranks, tmp_path
     for stage in range(4):
         job = small_job(tmp_path, *REPRODUCIBLE, f"layout.zero={stage}")
         for measured, _ in ranks.run(4, measure, job, tmp_path / f"stage {stage}"):
-            for event, of_one in zip(measured, reference, strict=True):
-                assert counted(event, *ALL_KINDS) == counted(of_one, *ALL_KINDS), stage
+            for event, reference_event in zip(measured, reference, strict=True):
+                assert counted(event, *ALL_KINDS) == counted(reference_event, *ALL_KINDS), stage
     unwatched = small_job(tmp_path, *REPRODUCIBLE, "monitor.numerics_every=0")
     ((measured, plain_losses),) = ranks.run(1, measure, unwatched, tmp_path / "unwatched")
     assert (measured, plain_losses) == ([], losses)
@@ -89,9 +89,11 @@ def test_split_tensors_are_counted_once(ranks: Ranks, tmp_path: Path, layout: st
     ((reference, _),) = ranks.run(1, measure, small_job(tmp_path, *common), tmp_path / "one")
     world, settings = SPLIT[layout]
     for measured, _ in ranks.run(world, measure, small_job(tmp_path, *common, *settings), tmp_path / "split"):
-        for event, of_one in zip(measured, reference, strict=True):
+        for event, reference_event in zip(measured, reference, strict=True):
             for kind in ALL_KINDS:
-                assert_alike(counted(event, kind), counted(of_one, kind), exact=kind == "weights" and event.step == 1)
+                assert_alike(
+                    counted(event, kind), counted(reference_event, kind), exact=kind == "weights" and event.step == 1
+                )
 
 
 def assert_alike(a: Mapping[Any, TensorNumerics], b: Mapping[Any, TensorNumerics], *, exact: bool) -> None:

@@ -94,8 +94,8 @@ ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 )
 def test_steps_of_a_pipeline_are_those_of_one_rank(ranks: Ranks, layout: str, ranks_needed: int) -> None:
     alone = train(ALONE, "")
-    for of_rank in ranks.run(ranks_needed, train, layout):
-        for numbers, expected in zip(of_rank, alone, strict=True):
+    for rank_numbers in ranks.run(ranks_needed, train, layout):
+        for numbers, expected in zip(rank_numbers, alone, strict=True):
             assert numbers == pytest.approx(expected, rel=1e-12)
 
 
@@ -125,8 +125,8 @@ def test_a_checkpoint_of_one_rank_is_read_by_a_pipeline(ranks: Ranks, tmp_path: 
         engine = engine_of("", example=None)
         steps_of(engine, last=2)
         engine.save(tmp_path, 2)
-    for of_rank in ranks.run(2, restore, str(tmp_path)):
-        assert of_rank == [pytest.approx(train(ALONE, "")[2], rel=1e-12)]
+    for rank_numbers in ranks.run(2, restore, str(tmp_path)):
+        assert rank_numbers == [pytest.approx(train(ALONE, "")[2], rel=1e-12)]
 
 
 def messages(group: RankGroup) -> list[str]:
@@ -186,10 +186,10 @@ def test_settings_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         "a batch of a pipeline is dict, in which no tensor",
         "layout.pp x layout.chunks = 6 stages, but _Translator has 4 blocks",
     ]
-    of_first, of_second = ranks.run(2, settings_refused)
-    for text, sentence in zip(of_first, sentences, strict=True):
+    first_refusals, second_refusals = ranks.run(2, settings_refused)
+    for text, sentence in zip(first_refusals, sentences, strict=True):
         assert sentence in text
-    assert set(of_second) == {"rank 0 refuses the run; see its error"}
+    assert set(second_refusals) == {"rank 0 refuses the run; see its error"}
 
 
 def test_the_sizes_of_a_batch_are_those_of_its_tensors() -> None:

@@ -151,15 +151,15 @@ FEATURES: list[tuple[str, str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "settings", "of_ranks"),
+    ("model", "layout", "settings", "rank_settings"),
     [FEATURES[0], *(pytest.param(*each, marks=pytest.mark.proof) for each in FEATURES[1:])],
 )
 def test_other_features_train_as_on_one_device(
-    ranks: Ranks, folder: Path, model: str, layout: str, settings: list[str], of_ranks: list[str]
+    ranks: Ranks, folder: Path, model: str, layout: str, settings: list[str], rank_settings: list[str]
 ) -> None:
     expected = alone(folder, model, 0.0, True, *settings)
     words = [f"layout.{word}" for word in layout.split()]
-    job = job_of_model(folder, model, *words, *settings, *of_ranks, tied=True)
+    job = job_of_model(folder, model, *words, *settings, *rank_settings, tied=True)
     sizes = dict(word.split("=") for word in layout.split())
     world = int(sizes["pp"]) * int(sizes.get("tp", 1)) * int(sizes.get("dp", 1))
     found, *_ = ranks.run(world, train_and_reassemble, job, timeout_s=120)

@@ -54,14 +54,14 @@ def test_planned_memory_is_that_of_each_rank(ranks: Ranks, tmp_path: Path, model
     step = with_layout(step, layout, world)
     memory = estimate_memory(step)
     for rank, measured in enumerate(peaks):
-        of_stage = memory.ranks[rank * step.layout.pp // world].allocated
-        assert abs(of_stage / measured - 1) < TOLERANCE, (rank, measured, memory.ranks)
+        stage_bytes = memory.ranks[rank * step.layout.pp // world].allocated
+        assert abs(stage_bytes / measured - 1) < TOLERANCE, (rank, measured, memory.ranks)
 
 
 def test_the_layout_of_a_run_is_the_one_that_is_planned(tmp_path: Path) -> None:
     job = small_job(tmp_path, *TINY, "layout.pp=2", "layout.microbatches=4", "memory.recompute=full")
     step = planned_step(job, layout_of_sizes(), stack="motet-cpu")
     words = with_layout(step, "pp=2 microbatches=4 recompute=full stages=0-1,2-3", 2)
-    of_run = step_of_run(job, step, job.layout_for(2), stages=(range(2), range(2, 4)))
-    assert replace(of_run.layout, dims=words.layout.dims) == words.layout  # A run knows where its pipeline ends
-    assert (of_run.recompute, of_run.layout.dims.sizes) == (words.recompute, words.layout.dims.sizes)
+    run_step = step_of_run(job, step, job.layout_for(2), stages=(range(2), range(2, 4)))
+    assert replace(run_step.layout, dims=words.layout.dims) == words.layout  # A run knows where its pipeline ends
+    assert (run_step.recompute, run_step.layout.dims.sizes) == (words.recompute, words.layout.dims.sizes)

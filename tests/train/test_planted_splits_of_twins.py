@@ -182,9 +182,9 @@ def _model(job: Job) -> TrainableModel:
 
 
 def _check(job: Job, mistakes: dict[str, Mistake], monkeypatch: pytest.MonkeyPatch) -> None:
-    of_twin, of_model = (_verdicts(job, prove, mistakes, monkeypatch) for prove in (_by_twin, _by_itself))
-    assert of_twin == of_model
-    assert [name for name, is_refused in of_twin.items() if not is_refused] == []
+    twin_verdicts, model_verdicts = (_verdicts(job, prove, mistakes, monkeypatch) for prove in (_by_twin, _by_itself))
+    assert twin_verdicts == model_verdicts
+    assert [name for name, is_refused in twin_verdicts.items() if not is_refused] == []
 
 
 def test_fused_projections(monkeypatch: pytest.MonkeyPatch) -> None:

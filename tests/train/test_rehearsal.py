@@ -105,8 +105,8 @@ def test_agreements_are_told_from_a_loss_in_blocks_of_rows() -> None:
     dims, group = ParallelDims((("dp", 1), ("tp", 4))), ("all-reduce", (0, 1, 2, 3))
     planned = Counter({(group, 1 << 20): 8, (group, 3000): 1})
     started = Counter({(group, 1 << 20): 8, (group, 1000): 3, (group, 104): 1})
-    of_plan, agreed = compare_with_plan(started, planned, dims)
-    assert (of_plan.count, of_plan.is_as_planned) == (11, True)
+    plan_collectives, agreed = compare_with_plan(started, planned, dims)
+    assert (plan_collectives.count, plan_collectives.is_as_planned) == (11, True)
     assert (agreed.bytes, agreed.planned_bytes) == (104, None)
     for wrong in ({(group, 1000): 1}, {(group, 1 << 20): 1}, {(group, 8 << 20): 1}):
         counts = compare_with_plan(started + Counter(wrong), planned, dims)
@@ -180,7 +180,7 @@ def test_other_collectives_than_the_plan_have_an_exit_code_of_their_own(monkeypa
     right = command("tiny", *DATA, *SMALL, "--ranks", "2", "--rehearse")
     assert right.exit_code == 0 and right.stdout.endswith("Rank 0 would start and take its first step.\n")
     plan = rehearsal.planned_collectives
-    twice: Any = lambda *given, **named: (of_plan := plan(*given, **named)) + of_plan  # noqa: E731
+    twice: Any = lambda *given, **named: (plan_collectives := plan(*given, **named)) + plan_collectives  # noqa: E731
     monkeypatch.setattr(rehearsal, "planned_collectives", twice)
     wrong = command("tiny", *DATA, *SMALL, "--ranks", "2", "--rehearse")
     assert wrong.exit_code == 1 and "Rank 0 starts other collectives than its plan: a fault of motet" in wrong.stdout

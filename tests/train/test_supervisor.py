@@ -89,7 +89,7 @@ def test_all_ranks_of_a_run_have_its_token_and_every_run_another(tmp_path: Path)
         (tmp_path / name).mkdir()
         run(tmp_path / name, "write_token", restarts=1)
         tokens.append({path.read_text() for path in (tmp_path / name).glob("token-*")})
-    assert [len(of_run) for of_run in tokens] == [1, 1] and len(tokens[0] | tokens[1]) == 2
+    assert [len(run_tokens) for run_tokens in tokens] == [1, 1] and len(tokens[0] | tokens[1]) == 2
 
 
 def test_a_token_of_the_user_is_handed_on(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ def _comparable(sharding: ModelSharding) -> dict[str, object]:
 
 
 def _check_agreement(job: Job) -> None:
-    of_twin, of_model = _by_twin(job), _by_itself(job)
-    assert "smaller model" in of_twin.proof and not of_model.proof
-    assert _comparable(of_twin) == _comparable(of_model)
+    twin_proof, model_proof = _by_twin(job), _by_itself(job)
+    assert "smaller model" in twin_proof.proof and not model_proof.proof
+    assert _comparable(twin_proof) == _comparable(model_proof)
 
 
 def _cases(quick: dict[str, list[str]], names: Sequence[str], layouts: Sequence[str]) -> list[Any]:

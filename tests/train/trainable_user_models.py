@@ -67,11 +67,11 @@ class _UsesTwice(nn.Module):
         super().__init__()
         self.twice, self.once = nn.Linear(16, 16), nn.Linear(16, 16)
         self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-        self.of_vector, self.vector = nn.Linear(16, 16, bias=False), nn.Parameter(torch.randn(16))
+        self.vector_layer, self.vector = nn.Linear(16, 16, bias=False), nn.Parameter(torch.randn(16))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.twice(torch.tanh(self.once(torch.tanh(self.twice(x)))))
-        return x + torch.tanh(self.computed(x)) * self.of_vector(self.vector)
+        return x + torch.tanh(self.computed(x)) * self.vector_layer(self.vector)
 
 
 class LayersUsedTwice(Stack):

@@ -224,7 +224,7 @@ class Explorer:
         policy = self.scenario.policy
         step, is_resting = coordinator.decided.floor // policy.work_items_per_step, invariants.is_resting(coordinator)
         if is_resting:
-            invariants.of_rest(machines, [self.cluster.messages[number][2] for number in in_flight])
+            invariants.check_rest(machines, [self.cluster.messages[number][2] for number in in_flight])
         if left[STOPS] and step < policy.steps:
             begun = -(-coordinator.next_work_item // policy.work_items_per_step)
             yield self._go_on(state, min(policy.steps, max(step + 1, begun)), False, _less(left, STOPS))
@@ -273,7 +273,7 @@ def explore(explorer: Explorer, most: int = 10**9, result: Exploration | None = 
                 result.before.setdefault(mark, set()).add(hash(state))
         if explorer.is_end(state):
             result.ends.append(state)
-            explorer.cluster.invariants.of_end(state)
+            explorer.cluster.invariants.check_end(state)
     result.states = len(seen)
     return result
 

@@ -47,7 +47,7 @@ class Invariants:
         it need not: its earlier push is there."""
         return self.scenario.copies > 1 or not self.scenario.replacements
 
-    def of_step(self, machines: Machines, at: int, said: tuple[Message, ...]) -> None:
+    def check_step(self, machines: Machines, at: int, said: tuple[Message, ...]) -> None:
         for message in said:
             match message:
                 case messages.GradientPushAck():
@@ -88,7 +88,7 @@ class Invariants:
         if worker and worker.assignment.work_item not in items_of(self._coordinator(machines).decided):
             self._have_all(machines, ack.slice_id, (worker.assignment.work_item,))
 
-    def of_updates(
+    def check_updates(
         self, before: Machine, now: Machine, sent: messages.OutgoingMessages, message: Message | None = None
     ) -> None:
         """Updates, and what a machine notes of them, by the decisions alone."""
@@ -99,14 +99,14 @@ class Invariants:
             for slice_id in now.slice_states:
                 decisions = [m.decision for m in applied if m.slice_id == slice_id]
                 start = message if isinstance(message, SliceStart | Push) and message.slice_id == slice_id else None
-                self._of_slice(before, now, slice_id, decisions, start)
+                self._check_slice(before, now, slice_id, decisions, start)
             for transfer in [m for _, m in sent if isinstance(m, messages.ParameterStateTransfer)]:
                 state = now.slice_states[transfer.slice_id]
                 assert transfer[1:] == (state.version, state.decided, state.pending_work_items), (
                     f"{transfer} of {state}"
                 )
         if isinstance(now, CoordinatorStateMachine) and isinstance(before, CoordinatorStateMachine):
-            self._of_decisions(before, now, [m for _, m in sent])
+            self._check_decisions(before, now, [m for _, m in sent])
             is_resting = self.is_resting(now)
             assert now.is_quiescent == is_resting, f"that {now} rests is {is_resting}"
             self._has_no_idle_worker(now)
@@ -120,7 +120,7 @@ class Invariants:
         """So many updates have, or drop, just so many work items."""
         return len(items_of(decided)) * self.updates_per_step == updates * self.items_per_step
 
-    def _of_slice(
+    def _check_slice(
         self,
         before: ServerStateMachine,
         now: ServerStateMachine,
@@ -148,7 +148,9 @@ class Invariants:
         assert self._counts(state.decided, state.version), f"{now.name} has {state}"
         assert kept | arrived >= {i for decision in applied for i in decision.work_items}, f"{applied} of {kept}"
 
-    def _of_decisions(self, before: CoordinatorStateMachine, now: CoordinatorStateMachine, sent: list[Message]) -> None:
+    def _check_decisions(
+        self, before: CoordinatorStateMachine, now: CoordinatorStateMachine, sent: list[Message]
+    ) -> None:
         """An update has a work item that none had, or a quorum of its step; all servers hear the same."""
         decided, past = items_of(before.decided), len(before.decision_log)
         for update, decision in enumerate(now.decision_log[past:], now.first_logged_update + past):
@@ -178,7 +180,7 @@ class Invariants:
         assigned = {assignment.work_item for assignment in coordinator.current_assignments.values()}
         return decided >= {*range(self._limit(coordinator)), *assigned - {NO_MORE_WORK}}
 
-    def of_rest(self, machines: Machines, in_flight: list[Message]) -> None:
+    def check_rest(self, machines: Machines, in_flight: list[Message]) -> None:
         """While the coordinator rests, no worker has a work item that is not decided, nor will hear of one."""
         workers = [m for number in machines if isinstance(m := self.machines[number], WorkerStateMachine)]
         heard = [m for m in in_flight if isinstance(m, messages.WorkAssignment)]
@@ -227,7 +229,7 @@ class Invariants:
         is_recent &= state.version - len(later) == value.version >= needed * self.updates_per_step
         assert is_recent, f"{worker.assignment} is answered with {value}"
 
-    def of_value(self, worker: WorkerStateMachine, value: ParameterPullReply) -> None:
+    def check_value(self, worker: WorkerStateMachine, value: ParameterPullReply) -> None:
         least, needed = worker.assignment.min_version, self.needed_steps(worker.assignment.work_item)
         assert least >= needed * self.updates_per_step, f"{worker.assignment} does not keep the bound"
         # Updates of steps that were begun may come before the last one that is needed.
@@ -236,7 +238,7 @@ class Invariants:
         assert least <= most, f"{worker.assignment} waits for more than the bound asks for"
         assert value.version >= least, f"{worker.assignment} is answered with {value}"
 
-    def of_ignored(self, machine: Machine, message: Message) -> None:
+    def check_ignored(self, machine: Machine, message: Message) -> None:
         """Check that a message that the explorer leaves out changes nothing, but for a note of an old decision."""
         now = deepcopy(machine)
         now.handle(message)
@@ -244,7 +246,7 @@ class Invariants:
             now.decisions = machine.decisions
         assert key_of(now) == key_of(machine), f"{machine} does not ignore {message}"
 
-    def of_end(self, state: State) -> None:
+    def check_end(self, state: State) -> None:
         """Check that all are done, for nothing is underway any more, and nothing will be."""
         machines, _, left = state
         coordinator, decided = self._coordinator(machines), items_of(self._coordinator(machines).decided)

@@ -117,17 +117,17 @@ class SimulatedCluster:
                 assert is_current, f"{message} is taken for one of {now.assignment}"
             before = deepcopy(now)
             sent = now.handle(message)
-            self.invariants.of_updates(before, now, sent, message)
+            self.invariants.check_updates(before, now, sent, message)
             self._known[key] = self._told(now, to, sent)
         then, sent, values, said = self._known[key]
         following = (*machines[:to], then, *machines[to + 1 :])
-        self.invariants.of_step(following, to, said)
+        self.invariants.check_step(following, to, said)
         return following, sent + tuple(self._as_good(following, number) for number in values)
 
     def resume(self, machine: int, here: int, there: int) -> tuple[int, InFlight]:
         now = deepcopy(self.machines[machine])
         outgoing = now.messages_on_connect(self.names[there])
-        self.invariants.of_updates(self.machines[machine], now, outgoing)
+        self.invariants.check_updates(self.machines[machine], now, outgoing)
         then, sent, values, _ = self._told(now, here, outgoing)
         return then, sent + values
 
@@ -135,10 +135,10 @@ class SimulatedCluster:
         coordinator = deepcopy(self.machines[machines[0]])
         outgoing = coordinator.extend_to_step(until, closes)
         assert (coordinator.step_limit, coordinator.ends_at_step_limit) == (until, closes), f"not until {until}"
-        self.invariants.of_updates(self.machines[machines[0]], coordinator, outgoing)
+        self.invariants.check_updates(self.machines[machines[0]], coordinator, outgoing)
         number, sent, _, said = self._told(coordinator, 0, outgoing)
         following = (number, *machines[1:])
-        self.invariants.of_step(following, 0, said)
+        self.invariants.check_step(following, 0, said)
         return following, sent
 
     def _told(self, now: Machine, here: int, sent: messages.OutgoingMessages) -> Outcome:
@@ -173,7 +173,7 @@ class SimulatedCluster:
         if key not in self._within:
             receiver, self._within[key] = self.machines[worker], number
             if receiver.assignment.assignment_id == message.assignment_id:
-                self.invariants.of_value(receiver, message)
+                self.invariants.check_value(receiver, message)
                 oldest = message._replace(version=receiver.assignment.min_version)
                 self._within[key] = self.number(to, sender, oldest)
         return self._within[key]
@@ -204,7 +204,7 @@ class SimulatedCluster:
         else:
             result = is_known(machine, self.machines[worker], message, is_lasting)
         if result:
-            self.invariants.of_ignored(machine, message.value if isinstance(message, PartialRead) else message)
+            self.invariants.check_ignored(machine, message.value if isinstance(message, PartialRead) else message)
         return result
 
     def _without_pulls(self, machines: Machines) -> Machines:

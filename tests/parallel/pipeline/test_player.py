@@ -107,12 +107,12 @@ def play_early(group: RankGroup, early_stages: set[int]) -> tuple[list[str], dic
 
 
 def test_weight_gradients_wait_until_the_last_gradient_of_a_stage_is_sent(ranks: Ranks) -> None:
-    (first, of_first), (second, of_second), (third, of_third) = ranks.run(3, play_early, {0, 2})
+    (first, first_tensors), (second, second_tensors), (third, third_tensors) = ranks.run(3, play_early, {0, 2})
     assert first == ["0B0", "0B1", "0B2"]  # Nobody waits for it
     assert second == ["1B0", "1B1", "1B2"]
     assert third == ["2B0", "2B1", "2I2", "2W2"]
     _, wanted = in_one_process(3, 3)
-    for stage, tensors in {**of_first, **of_second, **of_third}.items():
+    for stage, tensors in {**first_tensors, **second_tensors, **third_tensors}.items():
         torch.testing.assert_close(tensors, wanted[stage], rtol=1e-13, atol=1e-13)
 
 
