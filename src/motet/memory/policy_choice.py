@@ -11,6 +11,7 @@ The `[memory]` section: which activations are kept from forward to backward.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -175,7 +176,8 @@ class MemorySettings(FrozenSettings):
 
     other_names: ClassVar = {
         "recompute": "*checkpointing *recompute* activation_checkpoint*",
-        "budget": "*limit *memory",
+        "budget": "*memory",
+        "optimizer": "*offload*",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
     """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
@@ -189,8 +191,23 @@ class MemorySettings(FrozenSettings):
     """The bytes that a step may take on each rank: model state, activations and temporary tensors; a number, or text
     such as `24GiB`."""
 
+    optimizer: Literal["device", "host", "disk"] = "device"
+    """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
+    updates them; or in files that the host reads, updates and writes piece by piece."""
+
+    folder: Path | None = None
+    """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
+
+    device_limit: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=_MAX_BYTES)] | None = None
+    """The bytes of its device that a rank may use, a number or text such as `24GiB`. A CPU rank counts its tensors, and
+    ends in the operation that would pass the limit: a device in miniature."""
+
     @model_validator(mode="after")
     def _check_budget(self) -> "MemorySettings":
+        if self.optimizer == "disk" and self.folder is None:
+            raise ValueError("optimizer = 'disk' keeps its files in memory.folder; set it to a folder on a fast disk")
+        if self.optimizer != "disk" and self.folder is not None:
+            raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
         if self.recompute == "auto" and self.budget is None:
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
         return self
