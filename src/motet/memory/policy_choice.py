@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from motet.core.config_loading import FrozenSettings
 from motet.models.spec.layer_specs import BlockPolicy
 
+Place = Literal["device", "host", "disk"]
 POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
 # With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
 MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384
@@ -191,7 +192,7 @@ class MemorySettings(FrozenSettings):
     """The bytes that a step may take on each rank: model state, activations and temporary tensors; a number, or text
     such as `24GiB`."""
 
-    optimizer: Literal["device", "host", "disk"] = "device"
+    optimizer: Place = "device"
     """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
     updates them; or in files that the host reads, updates and writes piece by piece."""
 

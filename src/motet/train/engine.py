@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
+from motet.memory.tiers.optimizer_states import make_states
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
@@ -349,7 +350,14 @@ def build_engine(
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
-            module, plan, settings.optimizer, recipe, group=step_group, communication=communication, values=values
+            module,
+            plan,
+            settings.optimizer,
+            recipe,
+            group=step_group,
+            communication=communication,
+            values=values,
+            states=make_states(settings.memory, getattr(torch, recipe.master), group.device),
         )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters

@@ -26,6 +26,7 @@ from motet.collectives.execute.api import broadcast
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core import trace
 from motet.core.errors import check_input
+from motet.memory.tiers.optimizer_states import HostStates
 from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
@@ -36,8 +37,10 @@ from motet.parallel.data_parallel.flat_parameters import (
     FlatParameters,
     GradientBuffer,
     LocalShard,
+    MasterUpdate,
     ParameterGradientSum,
     member_overlaps,
+    no_update,
 )
 from motet.parallel.data_parallel.zero import CommUnitAction, UnitSchedule
 from motet.parallel.torch_private import is_innermost_mode
@@ -56,7 +59,7 @@ class BucketReduction:
     ) -> None:
         self._unit_id, self._gradients, self._communicator = unit_id, gradients, communicator
         self._each = [action for action in schedule if action.moment == "microbatch"]
-        self._last = [action for action in schedule if action.moment == "last_microbatch"]
+        self._last = [action for action in schedule if action.moment == "last_microbatch" and action.over]
         # A summation tree adds up the micro-batches itself.
         self._adds_microbatches = bool(self._each) and not any(a.kind == "tree_reduce_scatter" for a in self._each)
         self._todo: list[CommUnitAction] = []
@@ -223,10 +226,13 @@ class BucketedDataParallel:
         recipe: PrecisionRecipe,
         mesh: ShardReplicaMesh,
         settings: CommunicationSettings,
+        states: HostStates | None = None,
     ) -> None:
-        """Put parameters on flat tensors that are sharded as the plan says."""
+        """Put parameters on flat tensors that are sharded as the plan says. `states` has the masters, if the host
+        updates them."""
         named, group = {name: parameters[name] for name in plan.shapes}, mesh.shard_group
         self.mesh, self.plan, rank = mesh, plan, group.rank
+        self._states, self._sent_gradients = states, list[Tensor]()
         self._has_alike_copies = len(set(plan.group.copy_groups.values())) == 1
         self._buckets = [unit.contents for unit in plan.units if isinstance(unit.contents, Bucket)]
         schedule = plan.units[0].schedule
@@ -249,6 +255,7 @@ class BucketedDataParallel:
             recipe=recipe,
             gradients=self._gradients,
             separate_masters=self._parameter_gather is not None and self._parameter_gather.codec is not None,
+            allocate_masters=states.allocate if states else None,
         )
         self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
         self.local_shards = self.flat_parameters.local_shards
@@ -262,8 +269,7 @@ class BucketedDataParallel:
         self._bucket_ids: dict[Tensor, int] = {
             named[m.name]: i for i, each in enumerate(self._buckets) for m in each.members
         }
-        # Updates masters, by their indices, with these gradients; the optimizer sets it.
-        self.update_masters: Callable[[Mapping[int, Tensor]], None] = lambda gradients: None
+        self.update_masters: MasterUpdate = no_update  # The optimizer sets it
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
@@ -281,6 +287,7 @@ class BucketedDataParallel:
             self._usage_tracker.begin_step()
         self.communicator.begin_step()
         self._gradients.begin_step()
+        self._sent_gradients = []
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
@@ -308,6 +315,8 @@ class BucketedDataParallel:
             for reduction in self._reductions:
                 reduction.finish()
         self.communicator.end_backward()
+        if self._states is not None and self._is_last_microbatch:
+            self._sent_gradients = self._states.to_host(self.local_gradients())
 
     def start_remaining_reductions(self) -> None:
         """Start to reduce the buckets without a gradient, too: this backward has ended."""
@@ -380,12 +389,20 @@ class BucketedDataParallel:
         """Update the masters, and let every rank compute with the result."""
         self.wait_for_pending()
         for index, action in enumerate(self._step_actions):
-            if action.kind == "update":
-                self.update_masters(dict(enumerate(self.local_gradients())))
+            if action.kind == "update" and self._states is not None:
+                self.update_masters(dict(enumerate(self._sent_gradients)), self._send_to_device)
+            elif action.kind == "update":
+                self.update_masters(dict(enumerate(self.local_gradients())), None)
                 self.flat_parameters.cast_masters()
             elif action.is_gather:
                 self._start_gathers(action, self._step_actions[index + 1 :])
                 break
+
+    def _send_to_device(self, index: int, elements: slice, masters: Tensor) -> None:
+        """Let the device compute with elements of a slice that the host has updated."""
+        assert self._states is not None
+        compute = self.flat_parameters.compute[self.flat_parameters.optimizer_slices[index].flat_slice]
+        self._states.to_device(compute[elements], masters)
 
     def sync_parameters(self) -> None:
         """Cast this rank's masters, and gather the parameters that other ranks have updated."""
@@ -448,7 +465,7 @@ class BucketedDataParallel:
             slices = self.flat_parameters.optimizer_slices
             slice_ids = [i for i, each in enumerate(slices) if each.bucket_id == bucket_id]
             gradients = self.local_gradients()
-            self.update_masters({i: gradients[i] for i in slice_ids})
+            self.update_masters({i: gradients[i] for i in slice_ids}, None)
             self.flat_parameters.cast_masters([slices[i] for i in slice_ids])
         if self._gather_order:  # a forward that has used the bucket already gets an error of autograd
             self.flat_parameters.bump_versions(bucket_id)

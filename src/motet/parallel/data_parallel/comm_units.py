@@ -90,6 +90,12 @@ class CommUnit:
                 return action.position_of_rank[rank]
         return None
 
+    def updated_numel(self, rank: int) -> int:
+        """Elements whose masters a rank updates, with the padding of a bucket."""
+        shard = self.updated_shard(rank)
+        ranges = ((0, span.length) if shard is None else span.shard_ranges[shard] for span in self.spans)
+        return sum(stop - first for first, stop in ranges)
+
     def member_spans(self) -> Iterator[tuple[ShardedSpan, BucketParameter]]:
         """Each member with the span that it lies in."""
         spans = self.spans * len(self.members) if self.kind == "bucket" else self.spans
@@ -138,8 +144,10 @@ def make_group_plan(
     recipe: PrecisionRecipe,
     *,
     settings: CommunicationSettings,
+    on_device: bool = True,
 ) -> SyncGroupPlan:
-    """The units of a sync group, from all `tensors` of its ranks, in their local shapes."""
+    """The units of a sync group, from all `tensors` of its ranks, in their local shapes. Masters lie on the device, or
+    the host updates them."""
     names = set(group.names)
     members = {name: pair for name, pair in tensors.items() if name in names}
     shapes = {name: shape for name, (_, shape) in members.items()}
@@ -148,10 +156,10 @@ def make_group_plan(
         is_compressed = (settings.compress_gradients or settings.compress_parameters) is not None
         copies = group.copy_groups if is_compressed else {}
         buckets = make_buckets(sizes, group.sharding, recipe, settings=settings, copies=copies)
-        schedule = make_unit_schedule(settings, group.sharding)
+        schedule = make_unit_schedule(settings, group.sharding, on_device=on_device)
         units = tuple(_bucket_unit(f"bucket {i}", bucket, schedule, shapes=shapes) for i, bucket in enumerate(buckets))
     else:
-        units = tuple(_row_units(tensors, group, settings, shapes=shapes))
+        units = tuple(_row_units(tensors, group, settings, shapes=shapes, on_device=on_device))
     return SyncGroupPlan(group, shapes, units)
 
 
@@ -167,6 +175,7 @@ def _row_units(
     settings: CommunicationSettings,
     *,
     shapes: Mapping[str, Shape],
+    on_device: bool,
 ) -> Iterator[CommUnit]:
     """A unit for each block, and one for the parameters outside of blocks; each parameter is cut into rows."""
     sharding, all_frozen, all_names = group.sharding, set(group.frozen), {*shapes, *group.frozen}
@@ -177,7 +186,7 @@ def _row_units(
     if group.in_pipeline:  # A rank may hold blocks of other stages, too
         by_block = {block: names for block, names in by_block.items() if not all_names.isdisjoint(names)}
     schedules = {
-        (kind, trained): make_unit_schedule(settings, sharding, kind, trained=trained)
+        (kind, trained): make_unit_schedule(settings, sharding, kind, trained=trained, on_device=on_device)
         for kind in ("block", "root")
         for trained in (True, False)
     }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.collectives.cost.alpha_beta import RankGroups
+from motet.memory.tiers.optimizer_states import HostStates
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -16,7 +17,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_meshes
-from motet.parallel.data_parallel.flat_parameters import LocalShard, ParameterGradientSum
+from motet.parallel.data_parallel.flat_parameters import LocalShard, MasterUpdate, OnUpdated, ParameterGradientSum
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import PrecisionRecipe
@@ -45,7 +46,7 @@ class CompositeDataParallel:
         """The master parameters that this rank updates."""
         return [master for engine in self.engines for master in engine.local_masters]
 
-    def set_optimizer(self, update_masters: Callable[[Mapping[int, Tensor]], None]) -> None:
+    def set_optimizer(self, update_masters: MasterUpdate) -> None:
         """Let the update actions call the optimizer, with gradients by the indices of `local_masters`."""
         for engine, (start, _) in zip(self.engines, self._ranges(), strict=True):
             engine.update_masters = partial(_update_offset, update_masters, start)
@@ -142,9 +143,13 @@ class CompositeDataParallel:
 
 
 def _update_offset(
-    update_masters: Callable[[Mapping[int, Tensor]], None], start: int, gradients: Mapping[int, Tensor]
+    update_masters: MasterUpdate, start: int, gradients: Mapping[int, Tensor], on_updated: OnUpdated | None
 ) -> None:
-    update_masters({start + index: gradient for index, gradient in gradients.items()})
+    def report(index: int, elements: slice, masters: Tensor) -> None:
+        if on_updated is not None:
+            on_updated(index - start, elements, masters)
+
+    update_masters({start + index: gradient for index, gradient in gradients.items()}, on_updated and report)
 
 
 def make_data_parallel_engines(
@@ -154,14 +159,17 @@ def make_data_parallel_engines(
     *,
     group: RankGroup,
     settings: CommunicationSettings,
+    states: HostStates | None = None,
 ) -> CompositeDataParallel:
-    """Shard the parameters of a module as the plans say; every rank that takes the step calls this."""
+    """Shard the parameters of a module as the plans say; every rank that takes the step calls this. `states` has the
+    masters, if the host updates them."""
     parameters = dict(module.named_parameters())
     engines: list[DataParallelEngine] = []
     for plan, mesh in zip(plans, _meshes(plans, group=group, settings=settings), strict=True):
         if mesh is not None:
             make_engine = FSDP2DataParallel if plan.group.unit_kind == "rows" else BucketedDataParallel
-            engines.append(make_engine(module, parameters, plan, recipe=recipe, mesh=mesh, settings=settings))
+            kind: dict[str, Any] = {"recipe": recipe, "mesh": mesh, "settings": settings, "states": states}
+            engines.append(make_engine(module, parameters, plan, **kind))
     no_elements = torch.zeros(0, dtype=getattr(torch, recipe.master), device=group.device)
     return CompositeDataParallel(engines, group.rank, no_elements=no_elements)
 

@@ -41,6 +41,16 @@ class LocalShard(NamedTuple):
     values: Tensor
 
 
+# Gets the index of a master, elements of it, and their new values.
+OnUpdated = Callable[[int, slice, Tensor], None]
+# Updates masters, by their indices, with these gradients, and tells which elements it has updated.
+MasterUpdate = Callable[[Mapping[int, Tensor], OnUpdated | None], None]
+
+
+def no_update(gradients: Mapping[int, Tensor], on_updated: OnUpdated | None) -> None:
+    """Update nothing: a module without an optimizer."""
+
+
 class GradientBuffer:
     """Gradients in `recipe.reduce`: of all buckets, or of this rank's shards, with a bucket while backward fills it."""
 
@@ -211,28 +221,31 @@ class FlatParameters:
         recipe: PrecisionRecipe,
         gradients: GradientBuffer,
         separate_masters: bool = False,
+        allocate_masters: Callable[[Sequence[int]], Sequence[Tensor]] | None = None,
     ) -> None:
-        """This rank updates `updated_slices`, one of each bucket; separate masters are never views of `compute`."""
+        """This rank updates `updated_slices`, one of each bucket; separate masters are never views of `compute`.
+        `allocate_masters` makes masters of these lengths in another memory than that of the device."""
         self.buckets, self.gradients = tuple(buckets), gradients
         self._shapes, self._parameters = {name: p.shape for name, p in parameters.items()}, dict(parameters)
         self._members = {member.name: member for bucket in self.buckets for member in bucket.members}
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
         self.compute = torch.zeros(self.buckets[-1].stop, dtype=compute, device=gradients.device)
-        self._shares_storage = not (separate_masters or keeps_masters(recipe))
+        self._shares_storage = not (separate_masters or keeps_masters(recipe) or allocate_masters)
 
-        def make_master(flat_slice: slice) -> Tensor:
-            values = self.compute[flat_slice]
-            return values if self._shares_storage else torch.zeros_like(values, dtype=master)
+        def make_master(length: int, start: int) -> Tensor:
+            values = self.compute[start : start + length]
+            return values if self._shares_storage and length else torch.zeros_like(values, dtype=master)
 
-        slices = [
-            OptimizerSlice(i, group, flat_slice, make_master(flat_slice))
+        places = [
+            (i, group, flat_slice)
             for i, bucket in enumerate(self.buckets)
             for group, flat_slice in bucket.group_slices(updated_slices[i])
         ]
-        if not slices:  # a rank that updates nothing has an optimizer too, with the same step count as the others
-            group, empty = self.buckets[0].members[0].optimizer_group, self.compute.new_zeros(0, dtype=master)
-            slices = [OptimizerSlice(0, group, slice(0, 0), empty)]
-        self.optimizer_slices = tuple(slices)
+        # A rank that updates nothing has an optimizer too, with the same step count as the others
+        places = places or [(0, self.buckets[0].members[0].optimizer_group, slice(0, 0))]
+        starts, lengths = [at.start for *_, at in places], [at.stop - at.start for *_, at in places]
+        masters = allocate_masters(lengths) if allocate_masters else [*map(make_master, lengths, starts)]
+        self.optimizer_slices = tuple(OptimizerSlice(*place, made) for place, made in zip(places, masters, strict=True))
         self.gradient_sums = dict[Tensor, ParameterGradientSum]()
         for bucket_id, member in ((i, member) for i, bucket in enumerate(self.buckets) for member in bucket.members):
             set_values(parameter := parameters[member.name], self._view(member))
@@ -281,6 +294,7 @@ class FlatParameters:
         for optimizer_slice in self.optimizer_slices:
             master, compute = optimizer_slice.master, self.compute[optimizer_slice.flat_slice]
             if master.data_ptr() != compute.data_ptr():
+                compute = compute.to(master.device)
                 master.copy_(torch.where(master.to(compute.dtype) == compute, master, compute.to(master.dtype)))
 
     def check_storage_unchanged(self) -> None:

@@ -18,12 +18,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
+from motet.memory.tiers.optimizer_states import HostStates
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard
+from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard, MasterUpdate, no_update
 from motet.parallel.data_parallel.zero import CommUnitAction, shard_rows
 from motet.parallel.torch_private import (
     allocate_shards,
@@ -69,8 +70,10 @@ class FSDP2DataParallel:
         recipe: PrecisionRecipe,
         mesh: ShardReplicaMesh,
         settings: CommunicationSettings,
+        states: HostStates | None = None,
     ) -> None:
-        """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets."""
+        """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets. `states`
+        has the masters, if the host updates them: the rows of the device are then copies in the same dtype."""
         group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
         assert group.process_group is not None
         ignored = {*module.parameters()} - sharded
@@ -110,9 +113,10 @@ class FSDP2DataParallel:
         self.replaced_parameters = frozenset(plan.shapes)
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
-        # Updates masters, by their indices, with these gradients; the optimizer sets it.
-        self.update_masters: Callable[[Mapping[int, Tensor]], None] = lambda gradients: None
-        self._accumulates = self._is_deferred = False
+        self.update_masters: MasterUpdate = no_update  # The optimizer sets it
+        self._states, self._sent_gradients = states, list[Tensor]()
+        self._host_masters = states.allocate([rows.numel() for rows in self._rows]) if states else None
+        self._accumulates = self._is_deferred = self._is_last = False
         self._reduces_each_microbatch = any(a.moment == "microbatch" for unit in plan.units for a in unit.schedule)
         if has_all:
             module.forward = self.wrap_as_forward(module.forward)
@@ -161,20 +165,26 @@ class FSDP2DataParallel:
             unit.reshard()
 
     @property
-    def local_masters(self) -> Sequence[Tensor]:
+    def _rows(self) -> list[Tensor]:
+        """The rows of the device."""
         return [*map(_local_rows, self.sharded_parameters.values())]
+
+    @property
+    def local_masters(self) -> Sequence[Tensor]:
+        return self._rows if self._host_masters is None else self._host_masters
 
     def begin_step(self) -> None:
         self.communicator.begin_step()
         for parameter in self.sharded_parameters.values():
             parameter.grad = None
+        self._sent_gradients = []
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
     ) -> None:
         """Begin a backward. With `accumulates`, its gradients stay unsharded, and are added to those of the next. A
         deferred backward has only weight gradients, after the backward of their inputs."""
-        self._is_deferred = is_deferred
+        self._is_deferred, self._is_last = is_deferred, is_last
         accumulates |= not is_last and not self._reduces_each_microbatch
         if accumulates != self._accumulates:
             self._accumulates = accumulates
@@ -198,6 +208,8 @@ class FSDP2DataParallel:
         self.communicator.end_backward()
         for name in map(first_unreduced_parameter, self.fsdp_modules):
             check_input(name is None, STRAY_GRADIENT.format(name))
+        if self._states is not None and self._is_last:
+            self._sent_gradients = self._states.to_host(self.local_gradients())
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
 
@@ -214,20 +226,34 @@ class FSDP2DataParallel:
         return self.local_shards(self.local_gradients())
 
     def update(self) -> None:
-        self.update_masters(dict(enumerate(self.local_gradients())))
+        if self._states is None:
+            self.update_masters(dict(enumerate(self.local_gradients())), None)
+        else:
+            self.update_masters(dict(enumerate(self._sent_gradients)), self._send_to_device)
+
+    def _send_to_device(self, index: int, elements: slice, masters: Tensor) -> None:
+        """Let the device compute with elements of rows that the host has updated."""
+        assert self._states is not None
+        self._states.to_device(self._rows[index][elements], masters)
 
     def wait_for_pending(self) -> None:
         """Do nothing: no communication is in flight between steps."""
 
     def load_assigned_values(self) -> None:
-        """Do nothing: a row-sharded parameter is its master."""
+        """Continue from the rows, which are the masters of parameters without masters on the host."""
+        for master, rows in zip(self._host_masters or (), self._rows, strict=False):
+            master.copy_(rows)
 
     def sync_parameters(self) -> None:
-        """Do nothing: a block gathers its parameters when it is called."""
+        """Give the device the rows of masters on the host; a block gathers its parameters when it is called."""
+        for rows, master in zip(self._rows, self._host_masters or (), strict=False):
+            rows.copy_(master)
 
     def unfilled_shards(self) -> Iterable[tuple[str, LocalShard]]:
-        """The rows of all parameters, frozen ones included, to be filled with values."""
-        return self._row_shards.items()
+        """The rows of all parameters, frozen ones included, to be filled with values, and masters on the host."""
+        yield from self._row_shards.items()
+        if self._host_masters is not None:
+            yield from self.local_shards(self._host_masters).items()
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         named = zip(self.sharded_parameters.items(), tensors, strict=True)

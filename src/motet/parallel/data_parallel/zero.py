@@ -39,7 +39,7 @@ MIB = 2**20
 
 ActionKind = Literal[
     "all_gather", "keep_secondary", "reduce_scatter", "all_reduce", "tree_reduce_scatter", "tree_all_reduce",
-    "two_level_reduce_scatter", "reduce", "broadcast", "norm", "update",
+    "two_level_reduce_scatter", "reduce", "broadcast", "norm", "update", "to_host", "to_device",
 ]  # fmt: skip
 # Times of actions: before each forward and backward of a unit; when a backward has its gradients, in each micro-batch
 # or the last; and once, after all ranks have agreed on the norm.
@@ -88,6 +88,16 @@ def stage_actions(
             yield action._replace(moment="last_microbatch")
         elif action.moment != "backward" or gathers_again:
             yield action
+
+
+def with_transfers(actions: Iterable[StageAction]) -> Iterator[StageAction]:
+    """The actions where the host updates masters: sums travel to it when they are reduced, and values back."""
+    for action in actions:
+        if action.kind == "norm":
+            yield StageAction("to_host", "last_microbatch")
+        yield action
+        if action.kind == "update":
+            yield StageAction("to_device", "step", tensor="parameters")
 
 
 def with_shards(actions: Iterable[StageAction]) -> Iterator[tuple[StageAction, bool]]:
@@ -196,6 +206,8 @@ class CommUnitAction:
     | update | the group is one copy of the model; its ranks update the masters that they hold |
     | all_gather | each rank gets the unsharded unit, from shards in the order of the group |
     | broadcast | each rank gets the unit from its owner |
+    | to_host | each rank sends the sums whose masters it updates to its host, which has them |
+    | to_device | each rank gets the values of the masters that it updates from its host |
     | keep_secondary | ranks keep secondary shards of the gathered parameters |
     """
 
@@ -237,9 +249,15 @@ UnitSchedule = tuple[CommUnitAction, ...]
 
 
 def make_unit_schedule(
-    settings: CommunicationSettings, sharding: DataParallelSharding, unit: UnitKind = "bucket", *, trained: bool = True
+    settings: CommunicationSettings,
+    sharding: DataParallelSharding,
+    unit: UnitKind = "bucket",
+    *,
+    trained: bool = True,
+    on_device: bool = True,
 ) -> UnitSchedule:
-    """The actions on a unit, which has `trained` parameters or is only gathered."""
+    """The actions on a unit, which has `trained` parameters or is only gathered. Masters that are not on the device are
+    updated by the host."""
     groups, codecs = resolve_communication_groups(settings, sharding), resolve_codecs(settings, sharding)
     stage = 3 if unit != "bucket" else min(sharding.zero, 2)
     if sharding.reproducible_batch_size:
@@ -250,6 +268,7 @@ def make_unit_schedule(
         reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
         gathers_again=unit == "block" and sharding.reshard_after_forward,
     )
+    row = row if on_device else with_transfers(row)
     if unit == "bucket" and sharding.zero == 3 and sharding.shards > 1:  # Parameters without rows are small
         codecs = CommunicationCodecs()
     rank_groups = {"shards": groups.shard_groups, "replicas": groups.replica_groups}

@@ -89,12 +89,7 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
         storage="rows" if is_in_rows else "buckets",
         separate_masters=separate_masters,
     )
-    shard = unit.updated_shard(rank)
-    updated = sum(
-        stop - first
-        for span in unit.spans
-        for first, stop in [(0, span.length) if shard is None else span.shard_ranges[shard]]
-    )
+    shard, updated = unit.updated_shard(rank), unit.updated_numel(rank)
     sums = [action for action in unit.schedule if action.tensor == "gradients"]
     reduced_numel = [unit.reduction_spec(None if a.is_scatter else 0).numel for a in sums if a.keeps_error]
     errors = sum(reduced_numel) * max(DTYPE_BYTES[recipe.reduce], DTYPE_BYTES["float32"])

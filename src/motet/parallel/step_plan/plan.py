@@ -14,6 +14,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
+from motet.memory.policy_choice import Place
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
@@ -38,6 +39,7 @@ class StepPlan:
     rows_by_rank: tuple[tuple[range, ...], ...]  # By micro-batch; for all independent replicas
     batch_sequences: int
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
+    states: Place = "device"  # The place of masters and moments
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:
@@ -58,8 +60,10 @@ def make_step_plan(
     batch_sequences: int,
     independent_replicas: bool = False,
     model_sharding: ModelSharding | None = None,
+    states: Place = "device",
 ) -> StepPlan:
-    """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
+    """The plan of a layout; with independent replicas, that of the first replica, which all others follow. `states` is
+    the place of masters and moments."""
     step_layout, model_sharding = (
         layout.replica_layout() if independent_replicas else layout,
         model_sharding or ModelSharding(),
@@ -78,11 +82,15 @@ def make_step_plan(
         inventory,
         model_sharding,
         dims,
-        _name_units(make_group_plan(group, local_tensors(group), recipe, settings=settings) for group in groups),
+        _name_units(
+            make_group_plan(group, local_tensors(group), recipe, settings=settings, on_device=states == "device")
+            for group in groups
+        ),
         layout.sharding.microbatches,
         _rows_by_rank(layout, batch_sequences),
         batch_sequences,
         layout.sharding.replica_groups if independent_replicas else (),
+        states,
     )
 
 

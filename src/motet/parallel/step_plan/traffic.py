@@ -79,6 +79,30 @@ def sent_bytes_per_step(
 
 
 @dataclass(frozen=True)
+class HostLinkBytes:
+    """Bytes between the device of one rank and its host in one step; nothing is sent up where a step updates nothing."""
+
+    to_host: int
+    to_device: int
+
+
+def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> HostLinkBytes:
+    """Sums of gradients that travel down, and values of parameters that travel up. Rows of stage 3 have the dtype of
+    the masters, to which FSDP2 casts their sums."""
+    down = up = 0
+    for group in plan.groups:
+        if (position := group.position(rank)) is None:
+            continue
+        is_in_rows = group.group.unit_kind == "rows"
+        widths = [DTYPE_BYTES[recipe.master if is_in_rows else dtype] for dtype in (recipe.reduce, recipe.compute)]
+        for unit in group.units:
+            kinds, numel = [action.kind for action in unit.schedule], unit.updated_numel(position)
+            down += kinds.count("to_host") * widths[0] * numel
+            up += kinds.count("to_device") * widths[1] * numel
+    return HostLinkBytes(down, up)
+
+
+@dataclass(frozen=True)
 class ActionTraffic:
     """The traffic of one rank of a sync group."""
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.errors import names_matching
+from motet.memory.tiers.optimizer_states import HostStates
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
-from motet.parallel.data_parallel.flat_parameters import BroadcastValues, LocalShard, fill_parameters
+from motet.parallel.data_parallel.flat_parameters import BroadcastValues, LocalShard, OnUpdated, fill_parameters
 from motet.parallel.pipeline.stages.stage_module import forget_parameters
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import exact_squared_norm, squared_norm, sum_on_device
@@ -33,9 +34,11 @@ def build_sharded_optimizer(
     group: RankGroup,
     communication: CommunicationSettings,
     values: ParameterValues | None = None,
+    states: HostStates | None = None,
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards.
-    Parameters get `values`, by default the values of the first rank's module."""
+    Parameters get `values`, by default the values of the first rank's module. `states` has masters and moments, if the
+    host updates them."""
     group_keys, trained = grouped_parameters(module, settings)
     for patterns, _ in recipe.moment_exceptions:
         names_matching(patterns, trained, "precision.exceptions: no trainable parameter's name matches {!r}")
@@ -49,11 +52,14 @@ def build_sharded_optimizer(
             continue
         is_split = name in specs and specs[name].local_shape != parameter.shape
         parameter.data = parameter.new_empty(specs[name].local_shape) if is_split else parameter.data.contiguous()
-    engines = make_data_parallel_engines(module, plan.groups, recipe, group=group, settings=communication)
+    engines = make_data_parallel_engines(
+        module, plan.groups, recipe, group=group, settings=communication, states=states
+    )
     fill_parameters(module, engines.unfilled_shards(), specs, values=values, device=group.device)
     is_reproducible = any(a.kind.startswith("tree_") for unit in plan.comm_units for a in unit.schedule)
     compact = None if recipe.moments_are_masters_dtype else partial(CompactMomentsOptimizer, recipe=recipe, specs=specs)
-    return ShardedOptimizer(engines, group_keys, settings, group if is_reproducible else None, make_compact=compact)
+    reproducible = group if is_reproducible else None
+    return ShardedOptimizer(engines, group_keys, settings, reproducible, make_compact=compact, states=states)
 
 
 class ShardedOptimizer:
@@ -67,8 +73,10 @@ class ShardedOptimizer:
         reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
         *,
         make_compact: Callable[..., CompactMomentsOptimizer] | None = None,  # If moments are stored in another format
+        states: HostStates | None = None,  # If the host updates masters
     ) -> None:
-        self.sharded_parameters, self._settings = sharded_parameters, settings
+        self.sharded_parameters, self._settings, self._states = sharded_parameters, settings, states
+        self._captured: list[Tensor] | None = None
         self.loss_scaler: LossScaler | None = None  # Set in fp16
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
         self._learning_rate_scales = [scale for scale, _ in group_keys]
@@ -95,7 +103,7 @@ class ShardedOptimizer:
         """This rank's summand of the squared norm of all gradients, on its device; rank 0 has the whole sum if it must
         be exact."""
         group, gradients = self._reproducible_group, self.sharded_parameters.counted_gradients()
-        device = self._masters[0].device
+        device = self.sharded_parameters.no_elements.device
         if group is None:
             return sum_on_device([*map(squared_norm, gradients)], device)
         # Stage 3 casts before the norm, and every stage must have the same bits.
@@ -135,27 +143,36 @@ class ShardedOptimizer:
         self._gradient_scale = gradient_scale
         self.sharded_parameters.update()
         if not self.sharded_parameters.optimizer_groups:
-            self._update_masters({0: self.sharded_parameters.no_elements})
+            self._update_in_memory({0: self.sharded_parameters.no_elements})
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
         """The gradients that the optimizer gets inside, one for each master; empty if it is not called."""
         captured: list[Tensor] = []
-
-        def record_gradients(*_: Any) -> None:
-            captured.extend(torch.zeros_like(master) for master in self._masters[len(captured) :])
-            for index, master in enumerate(self._masters):
-                if master.grad is not None:
-                    captured[index] = master.grad.clone()
-
-        handle = self._optimizer.register_step_pre_hook(record_gradients)
+        self._captured = captured
         try:
             yield captured
         finally:
-            handle.remove()
+            self._captured = None
 
-    def _update_masters(self, gradients: Mapping[int, Tensor]) -> None:
+    def _capture(self, gradients: Mapping[int, Tensor]) -> None:
+        if self._captured is not None:
+            self._captured.extend(torch.zeros_like(master) for master in self._masters[len(self._captured) :])
+            for index, gradient in gradients.items():
+                self._captured[index] = gradient.clone()
+
+    def _update_masters(self, gradients: Mapping[int, Tensor], on_updated: OnUpdated | None = None) -> None:
         """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory."""
+        if self._states is None:
+            self._update_in_memory(gradients)
+            return
+        with self._states.updating():
+            for index, gradient in gradients.items():  # Slice by slice, for values that the device waits for
+                self._update_in_memory({index: gradient})
+                if on_updated is not None:
+                    on_updated(index, slice(0, gradient.numel()), self._masters[index])
+
+    def _update_in_memory(self, gradients: Mapping[int, Tensor]) -> None:
         together: dict[int | None, list[int]] = {}
         for index, gradient in gradients.items():
             is_cast = gradient.dtype != self._masters[index].dtype
@@ -167,6 +184,9 @@ class ShardedOptimizer:
                     self._optimizer_state(master)  # Made in its formats; torch would take others in float64
                 master.grad = gradients[index].to(master.dtype)
             torch._foreach_mul_([m.grad for m in masters if m.grad is not None], self._gradient_scale)
+            self._capture(
+                {index: master.grad for index, master in zip(batch, masters, strict=True) if master.grad is not None}
+            )
             self._optimizer.step()
             for master in masters:
                 master.grad = None
@@ -221,11 +241,19 @@ class ShardedOptimizer:
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
             moments["step"] = float32_zero(parameter.device)
-            moments.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            moments.update(self._new_moments(parameter))
         if self._settings.name == "sgd" and self._settings.momentum and not moments:
             # torch sets the buffer to the first gradient; from zero, momentum x 0 + gradient is the same.
-            moments["momentum_buffer"] = torch.zeros_like(parameter)
+            moments.update(self._new_moments(parameter))
         return {kind: value for kind, value in moments.items() if isinstance(value, Tensor)}
+
+    def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Moments of a master, which are zero, in the memory that it lies in."""
+        kinds = self._settings.moment_kinds
+        if self._states is None:
+            return {kind: torch.zeros_like(parameter) for kind in kinds}
+        index = next(index for index, master in enumerate(self._masters) if master is parameter)
+        return self._states.moments(index, kinds)
 
 
 def make_torch_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
