@@ -376,3 +376,9 @@ def a_codec_mixes_copies_with_others(layout: str, plan: StepPlan, random: Random
     old = next(each for each in mixed.groups if each.group.copy_groups is same)
     groups = tuple(replace(each, group=group) if each is old else each for each in mixed.groups)
     return Corrupted(replace(mixed, groups=groups), group.names)
+
+
+@corruption
+def states_in_another_place(_: str, plan: StepPlan, random: Random) -> Corrupted | None:
+    """The host updates masters, and nothing travels to it."""
+    return Corrupted(replace(plan, states=random.choice(["host", "disk"])), plan.groups[0].group.names)

@@ -370,6 +370,7 @@ def declared_facts(plan: StepPlan) -> dict[str, object]:
         "sums": sums,
         "reporters": {m: [r for r in places if reports(m, places[r], plan.dims)] for m in METRIC_REPORTERS},
         "outer steps": Counter(ranks for ranks in plan.outer_groups if len(ranks) > 1),
+        "states": plan.states,
     }
 
 

@@ -538,6 +538,26 @@ def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
                     yield f"{_title(group, unit)}: compressed with {members[0].name}, copies of {member.name} differ"
 
 
+def transfers_surround_updates(plan: StepPlan) -> Iterator[str]:
+    """Where the host updates masters, sums travel to it once, after their last reduction and before the update, and
+    values to the device once, after the update and before ranks gather them. Else nothing travels."""
+    wanted = int(plan.states != "device")
+    for group, unit in ((each, unit) for each in plan.groups for unit in each.units if unit.members):
+        kinds = [action.kind for action in unit.schedule]
+        for kind in ("to_host", "to_device"):
+            if kinds.count(kind) != wanted:
+                yield f"{_title(group, unit)}: {kind} happens {kinds.count(kind)} times, not {wanted}"
+        if not wanted or kinds.count("to_host") * kinds.count("to_device") != 1:
+            continue
+        down, update, up = (kinds.index(kind) for kind in ("to_host", "update", "to_device"))
+        sums = [i for i, action in enumerate(unit.schedule) if action.over and action.tensor == "gradients"]
+        gathers = [i for i, action in enumerate(unit.schedule) if action.is_gather and action.moment == "step"]
+        if not max(sums, default=-1) < down < update:
+            yield f"{_title(group, unit)}: the host updates with sums that have not arrived, or are not complete"
+        if not update < up < min(gathers, default=len(kinds)):
+            yield f"{_title(group, unit)}: ranks compute with or gather values that have not arrived from the host"
+
+
 def _reductions(unit: CommUnit) -> list[CommUnitAction]:
     return [action for action in unit.schedule if action.moment not in ("forward", "backward")]
 
@@ -566,6 +586,7 @@ _UNIT_RULES = (
     shards_are_equal,
     units_reduce_alike,
     codecs_keep_copies,
+    transfers_surround_updates,
 )
 STEP_PLAN_RULES: Mapping[str, Callable[[StepPlan], Iterator[str]]] = {
     rule.__name__: rule for rule in (*SHARDING_RULES, *_UNIT_RULES)

@@ -80,7 +80,7 @@ def sent_bytes_per_step(
 
 @dataclass(frozen=True)
 class HostLinkBytes:
-    """Bytes between the device of one rank and its host in one step; nothing is sent up where a step updates nothing."""
+    """Bytes between the device of one rank and its host in one step; a step that updates nothing sends nothing up."""
 
     to_host: int
     to_device: int
