@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 
 from motet.core.units import DTYPE_BYTES
+from motet.memory.policy_choice import Place
 from motet.models.spec.layer_specs import (
     BlockPolicy,
     BlockSpec,
@@ -40,6 +41,12 @@ class ModelStateMemory:
     @property
     def total(self) -> int:
         return sum(getattr(self, each.name) for each in fields(self))
+
+    def in_place(self, place: Place, states: Place) -> "ModelStateMemory":
+        """The part that lies in a place, where masters and moments lie in `states`."""
+        if place == "device":
+            return self if states == place else replace(self, masters=0, moments=0)
+        return ModelStateMemory(0, self.masters, 0, self.moments) if place == states else ModelStateMemory(0, 0, 0, 0)
 
 
 def state_of_shards(
@@ -82,7 +89,8 @@ def _untrained_bytes(plan: StepPlan, recipe: PrecisionRecipe, rank: int) -> int:
 
 def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int) -> ModelStateMemory:
     is_in_rows = isinstance(unit.contents, FSDPUnit)
-    separate_masters = any(action.codec for action in unit.schedule if action.tensor == "parameters")
+    is_on_host = any(action.kind == "to_host" for action in unit.schedule)
+    separate_masters = is_on_host or any(action.codec for action in unit.schedule if action.tensor == "parameters")
     each = parameter_state_bytes(
         recipe,
         moments_per_parameter,
@@ -97,6 +105,9 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
         rows, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
         state = state_of_shards(each, rows, rows, sharded=ShardedStates(True, True, True))
         state = replace(state, parameters=state.parameters + frozen * DTYPE_BYTES[recipe.compute])
+        if is_on_host:  # The rows of the device are copies; without padding, which FSDP2 adds to them
+            rows = state.parameters + state.masters
+            state = replace(state, parameters=rows, masters=updated * DTYPE_BYTES[recipe.master])
     else:
         keeps_shard = any(action.moment == "microbatch" for action in unit.schedule)
         sharded = ShardedStates(False, keeps_shard, optimizer_states=True)

@@ -5,6 +5,7 @@ Both work for any module.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +48,20 @@ def check_rank_memory(
     else:
         memory = torch.cuda.get_device_properties(group.device).total_memory
         limits = [MemoryLimit("the GPU has", memory, is_shared=False, process_bytes=0)]
-    problem = layout_memory_problem(
+    find_problem = partial(
+        layout_memory_problem,
         plan,
         layout,
         recipe,
         optimizer=optimizer,
         local_ranks=group.local_ranks or range(group.rank, group.rank + 1),
-        limits=limits,
         rank=group.rank,
     )
+    if group.device.type == "cpu":
+        problem = find_problem(limits=limits)
+    else:
+        problem = find_problem(limits=limits, places=("device",))
+        problem = problem or find_problem(limits=read_memory_limits(0), places=("host",))
     refuse_together(problem, group)
 
 

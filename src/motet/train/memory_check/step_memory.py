@@ -84,9 +84,10 @@ def names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:
 def state_tensors(engine: TrainingEngine) -> StateTensors:
     """The tensors that a rank keeps from step to step; a tensor of two categories counts in the first."""
     optimizer, sharded = engine.optimizer, engine.optimizer.sharded_parameters
+    is_on_device = engine.plan.states == "device"
     moments = [
         shard.values
-        for kind, shards in optimizer.state_by_kind().items()
+        for kind, shards in (optimizer.state_by_kind() if is_on_device else {}).items()
         if kind != "master"
         for shard in shards.values()
     ]
@@ -97,7 +98,7 @@ def state_tensors(engine: TrainingEngine) -> StateTensors:
     return [
         ("gradients", sharded.local_gradients()),
         ("parameters", [*parameters, *engine.module.buffers()]),
-        ("master parameters", sharded.local_masters),
+        ("master parameters", sharded.local_masters if is_on_device else []),
         ("moments", moments),
         ("compression errors", errors),
         ("other state", tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup), on_meta=on_meta)),

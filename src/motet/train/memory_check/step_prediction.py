@@ -8,15 +8,17 @@ The memory check: the need of each process by the plan of a step, and the limit 
 A need is a lower bound, without activations: the bytes that a process holds at one moment of the second step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
-from motet.memory.policy_choice import fixed_policies
+from motet.memory.policy_choice import Place, fixed_policies
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
@@ -29,6 +31,7 @@ from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.stage_memory import GradientStorage, MomentBytes, StagePeaks, stage_peaks, sums_of_others
+from motet.parallel.step_plan.traffic import host_link_bytes
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.job import Job, computed_shape
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -37,10 +40,16 @@ MemoryNeed = Mapping[str, int]  # Category -> bytes of one process, besides the 
 MAX_PROPOSED_RANKS = 1024
 
 
-def memory_need(plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int) -> MemoryNeed:
-    """The need of a rank."""
+def memory_need(
+    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, place: Place = "device"
+) -> MemoryNeed:
+    """The need of a rank in one place."""
     moments = optimizer.moments_per_parameter
-    state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank)
+    state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank).in_place(place, plan.states)
+    if place != "device":
+        sums = host_link_bytes(plan, recipe, rank=rank).to_host if place == "host" else 0
+        need = {"master parameters": state.masters, "moments": state.moments, "gradients that were sent": sums}
+        return {name: size for name, size in need.items() if size}
     return {
         "parameters": state.parameters,
         "master parameters": state.masters,
@@ -49,6 +58,16 @@ def memory_need(plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSet
         "compression errors": state.compression_errors,
         "gathered and unreduced tensors": peak_transient_bytes(plan, recipe, rank=rank),
     }
+
+
+def _need_in_places(
+    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, places: Sequence[Place]
+) -> MemoryNeed:
+    """The need of a rank in several places together."""
+    total = Counter[str]()
+    for place in places:
+        total.update(memory_need(plan, recipe, optimizer, rank=rank, place=place))
+    return dict(total)
 
 
 def memory_problem(
@@ -98,11 +117,13 @@ def layout_memory_problem(
     local_ranks: range,
     limits: Iterable[MemoryLimit],
     rank: int | None = None,
+    places: Sequence[Place] = ("device", "host"),
 ) -> str:
-    """A sentence if the local ranks of a layout need more than a limit allows; `rank` is this one."""
+    """A sentence if the local ranks of a layout need more than a limit allows; `rank` is this one. The limits are those
+    of the memory of these places, by default of CPU ranks, whose device is the host."""
     count = plan.dims.ranks  # Independent replicas need the same
     distinct = {local % count for local in local_ranks}
-    needs = {local: memory_need(plan, recipe, optimizer, rank=local) for local in distinct}
+    needs = {local: _need_in_places(plan, recipe, optimizer, rank=local, places=places) for local in distinct}
 
     def propose(available: int) -> list[str]:
         """The first layout of stage 3 in which no rank needs more."""
@@ -114,10 +135,15 @@ def layout_memory_problem(
             rows, communication = proposed.sharding.ranks * proposed.sharding.microbatches, CommunicationSettings()
             parts = plan.inventory, proposed, recipe
             made = make_step_plan(
-                *parts, settings=communication, batch_sequences=rows, model_sharding=plan.model_sharding
+                *parts,
+                settings=communication,
+                batch_sequences=rows,
+                model_sharding=plan.model_sharding,
+                states=plan.states,
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
-            needed = max(sum(memory_need(made, recipe, optimizer, rank=r).values()) for r in first_ranks)
+            need_of = partial(_need_in_places, made, recipe, optimizer, places=places)
+            needed = max(sum(need_of(rank=first).values()) for first in first_ranks)
             if needed <= available:
                 ranks = f" on {made.dims.ranks} ranks" * bool(power)
                 return [f"use layout.zero=3{ranks}, where a rank takes {format_bytes(needed)} besides the process"]
