@@ -51,6 +51,7 @@ def ways_to_have(*techniques: str) -> Iterator[Values]:
 def refusal(values: Values) -> str:
     """Why a job with these settings is refused; empty if it is not."""
     overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
+    overrides += ["memory.folder=/tmp"] * (values.get("memory.optimizer") == "disk")
     try:
         check_job(load_job("tiny", ["data.batch_sequences=8", *overrides]), RANKS)
     except InputError as error:
@@ -108,6 +109,17 @@ REFUSED_BY_THE_TABLE = {
             "replica checks": "with monitor.replica_check_every = 2: a rank that repeats the work of another has some",
         }.items()
     },
+    **{
+        (f"states on {place}", other): text
+        for place in ("the host", "disk")
+        for other, text in {
+            "forward overlap at stage 0": "with layout.zero = 0 updates all masters on every device as sums arrive, and",
+            "independent replicas": "does not go with outer.every = 4: independent replicas average masters on their",
+            "parameter server of processes": "layout.data = 'parameter_server': the states of a parameter server lie in",
+            "parameter server by collectives": "layout.data = 'parameter_server': the states of a parameter server lie",
+        }.items()
+    },
+    ("states on disk", "compact moments"): "precision.moment_dtype = '8bit': pieces of a file have one dtype for all",
     **{
         ("loss scaling", other): text
         for other, text in {

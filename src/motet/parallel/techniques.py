@@ -50,6 +50,8 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "loss scaling": {"precision.recipe": ("fp16",)},
     "numerics monitor": {"monitor.numerics_every": "set"},
     "compact moments": {"precision.moment_dtype": "set"},
+    "states on the host": {"memory.optimizer": ("host",)},
+    "states on disk": {"memory.optimizer": ("disk",)},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -78,6 +80,8 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + + + e + j l l + + + + + n n +
 + + + + + + + + + + + u + + + + + + n n + +
 + + + + + + + + + + + q + + + + + + n n + + +
++ + + + + + g + + + b d d + + + + + n n + + + +
++ + + + + + g + + + b d d + + + + + n n + + x = +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -106,6 +110,11 @@ REFUSALS: dict[str, str] = {
     "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave "
     "it out, or set layout.server.transport=collectives",
     "q": "servers of processes update with torch's optimizers, whose moments have the dtype of the masters",
+    "g": "{column} with layout.zero = 0 updates all masters on every device as sums arrive, and {row} updates them on the "
+    "host; use layout.zero = 1, or leave communication.overlap out",
+    "b": "independent replicas average masters on their devices",
+    "d": "the states of a parameter server lie in the memory of its processes",
+    "x": "pieces of a file have one dtype for all parameters",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 
