@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.train.launch.supervisor import locked_temporary_folder, remove_abandoned_folders
+from motet.train.launch.supervisor import locked_temporary_folder, remove_abandoned_temporary_folders
 
 OWNER = """
 import sys
@@ -30,13 +30,13 @@ def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stay
         folder = Path(owner.stdout.readline().strip())
         other = tmp_path / "motet-of-somebody-else"
         other.mkdir()
-        remove_abandoned_folders()
+        remove_abandoned_temporary_folders()
         assert sorted(tmp_path.iterdir()) == sorted([folder, other])
         owner.kill()
     assert folder.exists()
     with locked_temporary_folder() as own:
         assert sorted(tmp_path.iterdir()) == sorted([own, other])
         assert own.stat().st_mode & 0o777 == 0o700
-        remove_abandoned_folders()
+        remove_abandoned_temporary_folders()
         assert own.exists()
     assert list(tmp_path.iterdir()) == [other]

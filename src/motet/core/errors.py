@@ -15,7 +15,8 @@ EXIT_CODES: dict[int, str] = {
     2: "bad input: a setting, a file or a combination that cannot work; nothing was trained",
     3: "a rank failed or was killed; the first cause is named",
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
-    5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
+    5: "could not save, or keep the state of the optimizer on disk: disk full, failing or not writable; earlier "
+    "checkpoints are whole",
     6: "numbers differ: ranks disagree on numbers that must be equal or add up (`monitor.replica_check_every`), or a "
     "layout does not compute the numbers of one device (`motet verify`)",
     130: "stopped by Ctrl-C, SIGTERM, a signal of a scheduler or a closed standard output after saving; `--resume` "
@@ -92,6 +93,12 @@ class TrainingDivergedError(MotetError):
 
 class CheckpointSaveError(MotetError):
     """A checkpoint could not be written."""
+
+    exit_code = 5
+
+
+class StateFileError(MotetError):
+    """A file with state of the optimizer could not be read or written while the job trains."""
 
     exit_code = 5
 

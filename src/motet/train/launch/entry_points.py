@@ -53,7 +53,7 @@ from motet.train.launch.supervisor import (
     LaunchSpec,
     launch_ranks,
     locked_temporary_folder,
-    remove_abandoned_folders,
+    remove_abandoned_temporary_folders,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class SupervisorIO:
 
 def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path, LaunchExitStatus]:
     """Train with local ranks. Returns the run folder and how the run ended."""
-    remove_abandoned_folders()  # Also those of a killed run that had finished, so that resuming it is refused
+    remove_abandoned_temporary_folders()  # Also those of a killed run that had finished, so that resuming it is refused
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
     check_split(job, ranks)

@@ -1,26 +1,22 @@
 """The supervisor of local ranks: starts them, watches them, and ends them together.
 One message reports the first cause of a failure. Ctrl-C reaches only the supervisor, which passes it on; ranks cannot
 outlive it. It never imports torch, so that nothing can block the process that notices a failure.
-
-Temporary folders that do not outlive a killed process for long: the next process that makes one removes them.
-The owner holds a lock on its folder, which the kernel releases when the owner ends, however it ends.
 """
 
-import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from motet.core.errors import CheckpointSaveError, RankFailedError, convert_os_errors
+from motet.core.locked_folders import locked_folder, remove_abandoned_folders
 from motet.core.text_files import open_without_links
 from motet.core.token_authentication import new_run_token, read_run_token
 from motet.parallel.process.launch_environment import (
@@ -34,42 +30,14 @@ from motet.train.launch.rank_process import HeartbeatReceiver
 _PREFIX = "motet-locked-"
 
 
-@contextmanager
-def locked_temporary_folder() -> Iterator[Path]:
-    """A folder of mode 0700, which is removed when the block ends, or by a later process if this one is killed."""
-    remove_abandoned_folders()
-    folder, descriptor = _make_locked()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
+def locked_temporary_folder() -> AbstractContextManager[Path]:
+    """A folder among the temporary ones, which does not outlive a killed process for long."""
+    return locked_folder(Path(tempfile.gettempdir()), _PREFIX)
 
 
-def remove_abandoned_folders() -> None:
+def remove_abandoned_temporary_folders() -> None:
     """Remove the temporary folders of this user whose owner has ended."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # Another process removes it, it is another user's, or its owner is alive
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(descriptor).st_uid == os.geteuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
-
-
-def _make_locked() -> tuple[Path, int]:
-    """A new folder and the descriptor that locks it. Another process may remove it before it is locked."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with suppress(FileNotFoundError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with suppress(OSError):  # Without locks no other process can remove it either
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.exists():
-                return folder, descriptor
-            os.close(descriptor)
+    remove_abandoned_folders(Path(tempfile.gettempdir()), _PREFIX)
 
 
 POLL_S = 0.03
