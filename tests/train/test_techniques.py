@@ -113,9 +113,9 @@ REFUSED_BY_THE_TABLE = {
         (f"states on {place}", other): text
         for place in ("the host", "disk")
         for other, text in {
-            "forward overlap at stage 0": "with layout.zero = 0 updates all masters on every device as sums arrive, and",
+            "forward overlap at stage 0": "with layout.zero = 0 updates all masters on every device as sums arrive",
             "independent replicas": "does not go with outer.every = 4: independent replicas average masters on their",
-            "parameter server of processes": "layout.data = 'parameter_server': the states of a parameter server lie in",
+            "parameter server of processes": "layout.data = 'parameter_server': the states of a parameter server",
             "parameter server by collectives": "layout.data = 'parameter_server': the states of a parameter server lie",
         }.items()
     },

@@ -110,8 +110,8 @@ REFUSALS: dict[str, str] = {
     "u": "{row} counts tensors of ranks that take a step together, which workers of a parameter server do not; leave "
     "it out, or set layout.server.transport=collectives",
     "q": "servers of processes update with torch's optimizers, whose moments have the dtype of the masters",
-    "g": "{column} with layout.zero = 0 updates all masters on every device as sums arrive, and {row} updates them on the "
-    "host; use layout.zero = 1, or leave communication.overlap out",
+    "g": "{column} with layout.zero = 0 updates all masters on every device as sums arrive, and {row} updates them on "
+    "the host; use layout.zero = 1, or leave communication.overlap out",
     "b": "independent replicas average masters on their devices",
     "d": "the states of a parameter server lie in the memory of its processes",
     "x": "pieces of a file have one dtype for all parameters",

@@ -357,7 +357,12 @@ def build_engine(
             group=step_group,
             communication=communication,
             values=values,
-            states=make_states(settings.memory, getattr(torch, recipe.master), group.device),
+            states=make_states(
+                settings.memory,
+                getattr(torch, recipe.master),
+                group.device,
+                moments=settings.optimizer.moment_kinds,
+            ),
         )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters

@@ -5,16 +5,19 @@ computes travel back. A copy on a CPU rank, whose device is simulated, is made a
 on a stream while backward goes on.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from motet.memory.policy_choice import MemorySettings
+from motet.memory.tiers.file_tensors import FileTensors, PieceFunction
+from motet.memory.tiers.scratch_folder import run_subfolder
 
-# Gets the elements of a slice, and the tensors of its states by kind, which it changes in place.
-UpdatePiece = Callable[[slice, Mapping[str, Tensor]], None]
+MASTER = "master"
 
 
 @contextmanager
@@ -84,10 +87,62 @@ class HostStates:
         with host_memory():
             yield
 
-    def close(self) -> None:
-        """Do nothing: memory needs no end."""
+    def refresh(self) -> None:
+        """Let masters and moments, which are views of files, have the values of the last update, and be changed."""
 
 
-def make_states(settings: MemorySettings, dtype: torch.dtype, device: torch.device) -> HostStates | None:
+class FileStates(HostStates):
+    """The same in files, which the host reads, updates and writes piece by piece."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, folder: Path, moments: Sequence[str]) -> None:
+        """The files lie in a new subfolder of `folder`, and have these kinds of moments."""
+        super().__init__(device, dtype)
+        self._kinds = dict.fromkeys((MASTER, *moments), dtype)
+        self._stack = ExitStack()
+        self._folder = self._stack.enter_context(run_subfolder(folder))
+        self._parts = list[FileTensors]()  # Of the slices that an engine has allocated
+        self._place_of_slice = list[tuple[FileTensors, int]]()
+        weakref.finalize(self, self._stack.close)  # At the end of the process, too
+
+    def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
+        folder = self._folder / f"part-{len(self._parts)}"
+        folder.mkdir()
+        files = self._stack.enter_context(FileTensors(folder, self._kinds, lengths))
+        self._parts.append(files)
+        self._place_of_slice += [(files, index) for index in range(len(lengths))]
+        made = files.tensors(MASTER)
+        self.masters += made
+        return made
+
+    def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
+        files, local = self._place_of_slice[index]
+        return {kind: files.tensors(kind)[local] for kind in kinds}
+
+    def update(self, index: int, function: PieceFunction, following: Sequence[int]) -> None:
+        """Let a function change the pieces of a slice; those of the following slices are read meanwhile."""
+        files, local = self._place_of_slice[index]
+        ahead = [i for part, i in (self._place_of_slice[other] for other in following) if part is files]
+        files.update(local, function, following=ahead)
+
+    def refresh(self) -> None:
+        for files in self._parts:
+            files.tensors(MASTER)  # Waits for writes; changes of views are written back before the next update
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that were read and written since the run began."""
+        for files in self._parts:
+            files.flush()
+        return sum(each.bytes_read for each in self._parts), sum(each.bytes_written for each in self._parts)
+
+
+def make_states(
+    settings: MemorySettings, dtype: torch.dtype, device: torch.device, *, moments: Sequence[str]
+) -> HostStates | None:
     """The states of an optimizer of a rank, if they do not lie on its device."""
-    return None if settings.optimizer == "device" else HostStates(device, dtype)
+    if settings.optimizer == "device":
+        return None
+    if settings.optimizer == "host":
+        return HostStates(device, dtype)
+    assert settings.folder is not None
+    return FileStates(device, dtype, folder=settings.folder, moments=moments)

@@ -407,6 +407,8 @@ class BucketedDataParallel:
     def sync_parameters(self) -> None:
         """Cast this rank's masters, and gather the parameters that other ranks have updated."""
         self.wait_for_pending()
+        if self._states is not None:
+            self._states.refresh()
         self.flat_parameters.cast_masters()
         if self._parameter_gather is not None:
             self._start_gathers(self._parameter_gather)
@@ -424,6 +426,8 @@ class BucketedDataParallel:
             'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
             "have replaced your values; call engine.synchronize() before you change any",
         )
+        if self._states is not None:
+            self._states.refresh()
         self.flat_parameters.load_assigned_values()
 
     def wait_for_pending(self) -> None:

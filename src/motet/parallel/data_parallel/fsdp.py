@@ -241,11 +241,15 @@ class FSDP2DataParallel:
 
     def load_assigned_values(self) -> None:
         """Continue from the rows, which are the masters of parameters without masters on the host."""
+        if self._states is not None:
+            self._states.refresh()
         for master, rows in zip(self._host_masters or (), self._rows, strict=False):
             master.copy_(rows)
 
     def sync_parameters(self) -> None:
         """Give the device the rows of masters on the host; a block gathers its parameters when it is called."""
+        if self._states is not None:
+            self._states.refresh()
         for rows, master in zip(self._rows, self._host_masters or (), strict=False):
             rows.copy_(master)
 

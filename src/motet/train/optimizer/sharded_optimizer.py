@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from motet.core.errors import names_matching
-from motet.memory.tiers.optimizer_states import HostStates
+from motet.memory.tiers.optimizer_states import FileStates, HostStates
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
@@ -20,7 +22,12 @@ from motet.parallel.reproducible.tree_reduce import exact_squared_norm, squared_
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.float64_mode import float32_zero
 from motet.precision.recipe import LossScaler, PrecisionRecipe
-from motet.train.optimizer.compact_moments_optimizer import BitwiseReproducibleOptimizer, CompactMomentsOptimizer
+from motet.train.optimizer.compact_moments_optimizer import (
+    BitwiseReproducibleOptimizer,
+    CompactMomentsOptimizer,
+    ElementwiseUpdate,
+    elementwise_update,
+)
 from motet.train.optimizer.module_plan import ParameterGroupKey, grouped_parameters
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
@@ -167,10 +174,40 @@ class ShardedOptimizer:
             self._update_in_memory(gradients)
             return
         with self._states.updating():
-            for index, gradient in gradients.items():  # Slice by slice, for values that the device waits for
+            order = list(gradients)
+            for position, index in enumerate(order):  # Slice by slice, for values that the device waits for
+                gradient = gradients[index]
+                if isinstance(self._states, FileStates):
+                    self._update_in_files(index, gradient, order[position + 1 :], on_updated=on_updated)
+                    continue
                 self._update_in_memory({index: gradient})
                 if on_updated is not None:
                     on_updated(index, slice(0, gradient.numel()), self._masters[index])
+
+    @torch.no_grad()
+    def _update_in_files(
+        self, index: int, gradient: Tensor, following: Sequence[int], *, on_updated: OnUpdated | None
+    ) -> None:
+        """Update a slice piece by piece."""
+        assert isinstance(self._states, FileStates)
+        master = self._masters[index]
+        group = next(g for g in self._optimizer.param_groups if any(each is master for each in g["params"]))
+        step = self._optimizer_state(master).get("step")
+        update_piece = piece_update(self._settings, group, step, is_exact=self._reproducible_group is not None)
+        if self._captured is not None:
+            self._capture({index: torch.zeros_like(master)})
+
+        def update(elements: slice, tensors: Mapping[str, Tensor]) -> None:
+            scaled = gradient[elements].to(master.dtype).mul_(self._gradient_scale)
+            if self._captured is not None:
+                self._captured[index][elements] = scaled
+            update_piece(tensors["master"], scaled, [tensors[kind] for kind in self._settings.moment_kinds])
+            if on_updated is not None:
+                on_updated(index, elements, tensors["master"])
+
+        self._states.update(index, update, following)
+        if step is not None:
+            step += 1
 
     def _update_in_memory(self, gradients: Mapping[int, Tensor]) -> None:
         together: dict[int | None, list[int]] = {}
@@ -202,6 +239,8 @@ class ShardedOptimizer:
         """
         parameters = self.sharded_parameters
         parameters.wait_for_pending()
+        if self._states is not None:
+            self._states.refresh()
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
         by_kind = {"master": parameters.local_shards(self._masters)}
         for kind, first in moments[0].items():
@@ -250,10 +289,36 @@ class ShardedOptimizer:
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of a master, which are zero, in the memory that it lies in."""
         kinds = self._settings.moment_kinds
-        if self._states is None:
+        if self._states is None or not self.sharded_parameters.optimizer_groups:
             return {kind: torch.zeros_like(parameter) for kind in kinds}
         index = next(index for index, master in enumerate(self._masters) if master is parameter)
         return self._states.moments(index, kinds)
+
+
+def piece_update(
+    settings: OptimizerSettings, group: dict[str, Any], step: Tensor | None, *, is_exact: bool
+) -> ElementwiseUpdate:
+    """The update of consecutive elements of a master, with the bits of an update of all of them: by torch's fused
+    kernels, or with `is_exact` by operations on elements. `step` is the number of updates so far, if they are counted.
+    """
+    if is_exact:
+        return elementwise_update(settings, group, 0.0 if step is None else step.item() + 1)
+    rate, decay = group["lr"], group["weight_decay"]
+
+    def adamw_piece(master: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> None:
+        assert step is not None
+        (mean, square), (beta1, beta2) = moments, settings.betas
+        options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": rate, "weight_decay": decay}
+        options |= {"eps": settings.eps, "amsgrad": False, "maximize": False}
+        adamw([master], [gradient], [mean], [square], [], [step.clone()], fused=True, **options)
+
+    def sgd_piece(master: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> None:
+        options: dict[str, Any] = {"weight_decay": decay, "momentum": settings.momentum, "lr": rate}
+        options |= {"dampening": 0.0, "nesterov": settings.nesterov, "maximize": False}
+        buffers: list[Tensor | None] = [*moments] or [None]
+        sgd([master], [gradient], buffers, fused=True, **options)
+
+    return adamw_piece if settings.name == "adamw" else sgd_piece
 
 
 def make_torch_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
