@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from motet.memory.tiers.optimizer_states import FileStates
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.traffic import HostLinkBytes, host_link_bytes
+from motet.parallel.step_plan.traffic import HostLinkBytes, host_link_bytes, state_files
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from ranks import Ranks
@@ -18,12 +19,13 @@ from train.runs import small_job
 STEPS = 6
 
 
-Trained = tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor], list[int], HostLinkBytes]
+Trained = tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor], list[int], HostLinkBytes, list[int], int]
 
 
 def trained(group: RankGroup, job: Job) -> Trained:
     """(Loss, norm, is finite) of each step; the parameters, masters and moments of a rank; the bytes that it sent to
-    its host and to its device, and those of a step by the plan."""
+    its host and to its device, and those of a step by the plan; the bytes that it read and wrote in files, and those of
+    a step by the plan."""
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
         optimizer, step, results = parts.engine.optimizer, parts.make_train_step(job), []
@@ -40,7 +42,20 @@ def trained(group: RankGroup, job: Job) -> Trained:
         states: Any = optimizer._states
         sent = [states.sent_to_host, states.sent_to_device] if states else []
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
-        return results, tensors, sent, planned
+        moved, files = [0, 0], 0
+        if isinstance(states, FileStates):
+            moved = [*states.moved_bytes]
+            layouts = state_files(
+                parts.engine.plan,
+                job.precision.resolved,
+                moment_kinds=job.optimizer.moment_kinds,
+                rank=group.rank,
+            )
+            files = sum(layout.update_bytes for layout in layouts)
+            kinds = 1 + len(job.optimizer.moment_kinds)
+            exact = kinds * sum(tensor.nbytes for tensor in states.masters)
+            assert exact <= files < exact + kinds * 4096 * len(states.masters)
+        return results, tensors, sent, planned, moved, files
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -82,10 +97,13 @@ def test_states_elsewhere_have_the_bits_of_the_device(
         key, _, value = word.partition("=")
         world *= int(value) if key in ("dp", "tp", "pp") else 1
     first, second = (ranks.run(world, trained, job, timeout_s=120) for job in jobs)
-    for (results, tensors, *_), (other_results, other_tensors, sent, planned) in zip(first, second, strict=True):
+    for (results, tensors, *_), (other_results, other_tensors, sent, planned, moved, files) in zip(
+        first, second, strict=True
+    ):
         assert repr(results) == repr(other_results)  # A norm may be NaN
         assert tensors.keys() == other_tensors.keys()
         assert [name for name in tensors if not same_bits(tensors[name], other_tensors[name])] == []
         updates = sum(is_finite for *_, is_finite in results)
         assert sent == [STEPS * planned.to_host, updates * planned.to_device]
         assert planned.to_host > 0 and updates
+        assert moved == [updates * files, updates * files] and bool(files) == (place == "disk")

@@ -96,6 +96,16 @@ class CommUnit:
         ranges = ((0, span.length) if shard is None else span.shard_ranges[shard] for span in self.spans)
         return sum(stop - first for first, stop in ranges)
 
+    def slice_lengths(self, rank: int) -> list[int]:
+        """Elements of each slice that one call of a rank's optimizer updates: of a bucket one for each group of the
+        optimizer, at stage 3 each parameter."""
+        shard = self.updated_shard(rank)
+        if isinstance(self.contents, Bucket):
+            updated = self.contents.flat_slice if shard is None else self.shard_slice(shard)
+            return [each.stop - each.start for _, each in self.contents.group_slices(updated)]
+        bounds = [(0, span.length) if shard is None else span.shard_ranges[shard] for span in self.spans]
+        return [stop - first for first, stop in bounds]
+
     def member_spans(self) -> Iterator[tuple[ShardedSpan, BucketParameter]]:
         """Each member with the span that it lies in."""
         spans = self.spans * len(self.members) if self.kind == "bucket" else self.spans

@@ -6,7 +6,7 @@ They are read from the boundary comms of a `ModelSharding`, which the hooks of a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -21,6 +21,7 @@ from motet.collectives.cost.alpha_beta import RankGroups, estimate_cost
 from motet.collectives.execute.rank_plan import elements_sent
 from motet.collectives.execute.slot_plan import HostOfRank, backend_sent_bytes, select_program
 from motet.core.units import DTYPE_BYTES
+from motet.memory.tiers.file_layout import FileLayout
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -100,6 +101,18 @@ def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> Ho
             down += kinds.count("to_host") * widths[0] * numel
             up += kinds.count("to_device") * widths[1] * numel
     return HostLinkBytes(down, up)
+
+
+def state_files(
+    plan: StepPlan, recipe: PrecisionRecipe, *, moment_kinds: Sequence[str], rank: int
+) -> tuple[FileLayout, ...]:
+    """The files of the states of a rank, one layout for each sync group; a step reads and writes each of them once."""
+    width, layouts = DTYPE_BYTES[recipe.master], list[FileLayout]()
+    for group in plan.groups:
+        if (position := group.position(rank)) is not None:
+            lengths = [length for unit in group.units for length in unit.slice_lengths(position)]
+            layouts.append(FileLayout(dict.fromkeys(("master", *moment_kinds), width), tuple(lengths or [0])))
+    return tuple(layouts)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class ShardedOptimizer:
             make_optimizer = partial(make_compact, shards=shards)
         self._optimizer = make_optimizer(groups, settings)
         self._compact = self._optimizer if isinstance(self._optimizer, CompactMomentsOptimizer) else None
-        for master in self._masters if reproducible_group and not self._compact else ():
+        for master in self._masters if (reproducible_group or states) and not self._compact else ():
             self._optimizer_state(master)
         sharded_parameters.set_optimizer(self._update_masters)
 
