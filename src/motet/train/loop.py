@@ -12,6 +12,7 @@ import torch
 from motet.cluster.host_limits import keep_freed_memory
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
+from motet.memory.tiers.device_limit import device_limit_of_run
 from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded
 from motet.monitor.sinks import Callback
 from motet.parallel.data_parallel.zero import sharded_states
@@ -67,7 +68,9 @@ def run_rank(
     with process_group as group, precision_context(job, device):
         parts = build_components(job, group, folder)
         resume_point = parts.state.restore_newest()  # It may refuse, so it comes before any event
-        with open_rank_monitor(job, parts, callbacks) as monitor:
+        known = parts.engine.recomputation.known_tensors
+        limit = device_limit_of_run(job.memory.device_limit, device, known=known)
+        with open_rank_monitor(job, parts, callbacks) as monitor, limit:
             return run_training(RunReport(job, parts, monitor), resume_point, stop)
 
 
