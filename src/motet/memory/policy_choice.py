@@ -212,8 +212,8 @@ class MemorySettings(FrozenSettings):
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
         if self.budget is not None and self.device_limit is not None and self.budget > self.device_limit:
             raise ValueError(
-                f"budget = {self.budget} is more than device_limit = {self.device_limit}; leave budget out, which is "
-                "device_limit then, or lower it"
+                f"memory.budget = {self.budget} is more than memory.device_limit = {self.device_limit}; lower it, or "
+                "leave it out: it is the limit then"
             )
         return self
 

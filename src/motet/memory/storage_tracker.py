@@ -4,8 +4,8 @@
 The live bytes of a GPU are those of its allocator. A storage counts from the kernel that makes it until it is freed,
 once for all of its views. The tracker does not see memory that no kernel of torch makes and no kernel reads, such as
 shared memory of a transport and scratch space inside of kernels, nor tensors that other threads make, such as
-compressed reductions. Tensors of the host, which a CPU rank has in the same memory, do not count: those that kernels
-make in `kernels_of_host`, and those that `mark_storages_of_host` marks.
+compressed reductions. Tensors of the host, which a CPU rank has in the same memory, do not count: kernels make them
+inside of `kernels_of_host`, or `mark_storages_of_host` marks them.
 """
 
 import gc
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core import trace
-from motet.core.errors import DEVICE_MEMORY_REMEDIES, DeviceMemoryError
+from motet.core.errors import DEVICE_MEMORY_REMEDIES, DeviceMemoryError, InputError
 from motet.core.units import format_bytes
 from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.torch_private import storage_and_key, tensors_with_memory, watch_module_calls
@@ -144,10 +144,13 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def check_limit(self) -> None:
-        """Raise a `DeviceMemoryError` if the tensors that are known already take more than the limit."""
+        """Refuse a limit that the tensors which are known already take more than."""
         if self._limit is not None and self._live > self._limit:
-            text = f"the tensors that a rank has between steps take {format_bytes(self._live)} ({self._live} bytes)"
-            raise DeviceMemoryError(f"{self._named_limit}: {text}; {DEVICE_MEMORY_REMEDIES}")
+            raise InputError(
+                f"{self._named_limit}: the tensors that a rank has between steps take {format_bytes(self._live)} "
+                f"({self._live} bytes); shard more (layout.zero, layout.tp), keep the optimizer on the host "
+                '(memory.optimizer = "host"), or raise the limit'
+            )
 
     def _excess(self, kernel: Any, size: int) -> str:
         peak, pass_name = self._unchecked_peak, " in backward" * is_in_backward()
@@ -162,10 +165,11 @@ class StorageTracker(TorchDispatchMode):
 
     def count(self, tensors: Iterable[Tensor], maker: Any = _MOVED) -> None:
         """Count tensors also if no kernel has made them, such as a batch that is moved to the device."""
-        for record in self.follow(tensors, maker):
-            if record.maker is NO_KERNEL and not record.is_foreign:
-                self.moment += 1
-                self.renew(record, self.moment, maker=maker)
+        for tensor in tensors:  # One by one: two may have one storage, whose record is replaced
+            for record in self.follow([tensor], maker):
+                if record.maker is NO_KERNEL and not record.is_foreign:
+                    self.moment += 1
+                    self.renew(record, self.moment, maker=maker)
 
     def uncount(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors no longer, which are memory of the host."""
@@ -299,9 +303,7 @@ def count_moved(tensors: Iterable[Tensor]) -> None:
     storage does not count: a device would get a copy of it."""
     if not _IN_THREAD.trackers:
         return
-    moved = [
-        part for tensor in tensors for part in tensors_with_memory(tensor) if _covers_storage(part)
-    ]
+    moved = [part for tensor in tensors for part in tensors_with_memory(tensor) if _covers_storage(part)]
     for tracker in _IN_THREAD.trackers:
         tracker.count(moved)
 

@@ -68,9 +68,7 @@ def run_rank(
     with process_group as group, precision_context(job, device):
         parts = build_components(job, group, folder)
         resume_point = parts.state.restore_newest()  # It may refuse, so it comes before any event
-        known = parts.engine.recomputation.known_tensors
-        limit = device_limit_of_run(job.memory.device_limit, device, known=known)
-        with open_rank_monitor(job, parts, callbacks) as monitor, limit:
+        with open_rank_monitor(job, parts, callbacks) as monitor:
             return run_training(RunReport(job, parts, monitor), resume_point, stop)
 
 
@@ -81,12 +79,14 @@ def run_training(
     report.report_start(resume_point)
     job, parts, emit_event = report.job, report.parts, report.monitor.on_event
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
+    limit, known = job.memory.device_limit, parts.engine.recomputation.known_tensors
     with report_run_end(emit_event, progress):
-        TrainingLoop(job, report, progress, emit_event, take_step or parts.make_train_step(job).step, stop).run()
-        if progress.is_finished:
-            report.report_sample()
-            if take_step is None:
-                report.report_prediction()
+        with device_limit_of_run(limit, parts.group.device, known=known):
+            TrainingLoop(job, report, progress, emit_event, take_step or parts.make_train_step(job).step, stop).run()
+            if progress.is_finished:
+                report.report_sample()
+        if progress.is_finished and take_step is None:
+            report.report_prediction()
     return progress
 
 
