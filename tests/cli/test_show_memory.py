@@ -87,7 +87,7 @@ def test_ranks_are_measured_and_drawn(tmp_path: Path) -> None:
 def test_the_text_of_a_timeline() -> None:
     lives = (StorageLife("parameters", 40, 0, None), StorageLife("saved activations", 120, 2, 5, "mm"))
     timeline = MemoryTimeline(lives, (StepPhase("forward", 0, 4), StepPhase("backward", 4, 7)), 7)
-    *rows, phases, _, legend = draw_text(timeline, 160)
+    *rows, phases, _, legend = draw_text(timeline, {"budget": 160})
     assert [row.partition("|")[2].count("a") for row in rows] == [3] * 12 + [0] * 4
     assert [row.partition("|")[2].count("P") for row in rows] == [0] * 12 + [8] * 4
     assert rows[0] == "   budget |--aaa---" and phases == "    phase |ffffbbb."
@@ -101,6 +101,17 @@ def test_text_and_budget() -> None:
     text = run(*LARGE, "--budget", "1GiB").output
     assert "live bytes of a step" in text and "budget |" in text
     assert "more than the budget of 1 GiB." in text and "Saved activations by name: " in text
+
+
+def test_the_limit_of_the_device_is_drawn_as_the_budget_is(tmp_path: Path) -> None:
+    picture = tmp_path / "memory.svg"
+    limited = [*LARGE, "memory.device_limit=20GiB", "--budget", "1GiB"]
+    text = run(*limited).output
+    assert "budget |" in text and "limit |" in text
+    assert "more than the budget of 1 GiB." in text and "more than the limit of 20 GiB." in text
+    values = answer(*limited, "--svg", str(picture))
+    assert (values["budget"], values["device_limit"]) == (1 << 30, 20 << 30)
+    assert "budget 1 GiB, limit 20 GiB" in picture.read_text() and picture.read_text().count('class="limit"') == 8
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from motet.plan.search.ranking import LayoutRanking
 from motet.plan.time.step_time import StepTimes
 from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job_step_plan import predicted_stages
-from motet.train.memory_check.measure_ranks import predict_step_memory
+from motet.train.memory_check.predicted_ranks import predict_step_memory
 from plan.sized_layouts import sized, sized_layout
 
 MODEL = DecoderSettings(

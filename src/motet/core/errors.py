@@ -81,6 +81,16 @@ class RankFailedError(MotetError):
     exit_code = 3
 
 
+DEVICE_MEMORY_REMEDIES = (
+    "recompute activations (memory.recompute), use smaller micro-batches (layout.microbatches), shard more "
+    '(layout.zero, layout.tp), or keep the optimizer on the host (memory.optimizer = "host")'
+)
+
+
+class DeviceMemoryError(RankFailedError):
+    """A rank needs more memory of its device than the device has, or than `memory.device_limit` allows."""
+
+
 class PeerFailedError(RankFailedError):
     """This rank ends only because another rank failed."""
 

@@ -195,21 +195,22 @@ class MemoryPanel:
     timeline: MemoryTimeline
 
 
-def draw_text(timeline: MemoryTimeline, budget: int | None = None, width: int = 96) -> list[str]:
-    """Columns of letters, one for each category, with bytes on the left; a budget is a line of dashes."""
-    top = max(timeline.peak, budget or 0) or 1
+def draw_text(timeline: MemoryTimeline, lines: Mapping[str, int] | None = None, width: int = 96) -> list[str]:
+    """Columns of letters, one for each category, with bytes on the left; `lines` of dashes have names and bytes."""
+    sizes_by_name = lines or {}
+    top = max([timeline.peak, *sizes_by_name.values()]) or 1
     columns = [sizes for _, sizes in timeline.columns(width)]
-    budget_row = None if budget is None else min(_ROWS - 1, budget * _ROWS // top)
-    lines = []
+    names_by_row = {min(_ROWS - 1, size * _ROWS // top): name for name, size in sizes_by_name.items()}
+    drawn = []
     for row in reversed(range(_ROWS)):
         cells = [_cell(sizes, (row + 0.5) * top / _ROWS) for sizes in columns]
-        if row == budget_row:
+        if row in names_by_row:
             cells = [cell if cell != " " else "-" for cell in cells]
         label = format_bytes((row + 1) * top / _ROWS) if row % 4 == 3 else ""
-        lines.append(f"{'budget' if row == budget_row else label:>9} |{''.join(cells)}".rstrip())
+        drawn.append(f"{names_by_row.get(row, label):>9} |{''.join(cells)}".rstrip())
     phases = "".join(timeline.phase_at(moment)[:1] or "." for moment, _ in timeline.columns(width))
     shown = [f"{_LOOKS[category][0]} {category}" for category in timeline.bytes_by_category]
-    return [*lines, f"{'phase':>9} |{phases}", "", f"({', '.join(shown)})"]
+    return [*drawn, f"{'phase':>9} |{phases}", "", f"({', '.join(shown)})"]
 
 
 def _cell(sizes: dict[Category, int], height: float) -> str:
@@ -222,17 +223,18 @@ def _cell(sizes: dict[Category, int], height: float) -> str:
     return " "
 
 
-def draw_svg(panels: Sequence[MemoryPanel], *, title: str, note: str, budget: int | None = None) -> str:
-    """A panel of stacked areas for each timeline, all with one scale of bytes."""
-    top = max([*(panel.timeline.peak for panel in panels), budget or 0]) or 1
+def draw_svg(panels: Sequence[MemoryPanel], *, title: str, note: str, lines: Mapping[str, int] | None = None) -> str:
+    """A panel of stacked areas for each timeline, all with one scale of bytes, and lines with names and bytes."""
+    sizes_by_name = lines or {}
+    top = max([*(panel.timeline.peak for panel in panels), *sizes_by_name.values()]) or 1
     used = {category for panel in panels for category in panel.timeline.bytes_by_category}
     legend: list[tuple[str, str]] = [(fill, category) for category, (_, fill) in _LOOKS.items() if category in used]
     legend += [(fill, phase) for phase, fill in _PHASE_FILLS.items()]
-    body = (part for i, panel in enumerate(panels) for part in _svg_panel(panel, i, top, budget=budget))
+    body = (part for i, panel in enumerate(panels) for part in _svg_panel(panel, i, top, lines=sizes_by_name))
     return svg_page(title, note, body, height=len(panels) * (_PANEL + _GAP) - _GAP, legend=legend)
 
 
-def _svg_panel(panel: MemoryPanel, index: int, top: int, *, budget: int | None) -> Iterator[str]:
+def _svg_panel(panel: MemoryPanel, index: int, top: int, *, lines: Mapping[str, int]) -> Iterator[str]:
     timeline, ceiling = panel.timeline, index * (_PANEL + _GAP) + 18
     x = Scale(0, timeline.moments + 1, _LEFT, PAGE_WIDTH - MARGIN)
     y = Scale(0, top, ceiling + _PANEL - 18, ceiling)
@@ -244,9 +246,11 @@ def _svg_panel(panel: MemoryPanel, index: int, top: int, *, budget: int | None) 
             yield element("rect", "", hint=phase.name, fill=_PHASE_FILLS[kind], **box)
     yield from grid(x, y, x_ticks={}, y_ticks={part * top / 4: format_bytes(part * top / 4) for part in range(5)})
     yield from _svg_areas(timeline, x, y)
-    if budget is not None:
-        yield element("path", "limit", d=f"M{x.start} {y(budget):.1f} H{x.stop}")
-        yield text((x.stop, ceiling - 6), f"budget {format_bytes(budget)}", "end limit-name")
+    for size in lines.values():
+        yield element("path", "limit", d=f"M{x.start} {y(size):.1f} H{x.stop}")
+    names = ", ".join(f"{name} {format_bytes(size)}" for name, size in lines.items())
+    if names:
+        yield text((x.stop, ceiling - 6), names, "end limit-name")
 
 
 def _svg_areas(timeline: MemoryTimeline, x: Scale, y: Scale) -> Iterator[str]:

@@ -190,7 +190,7 @@ class MemorySettings(FrozenSettings):
 
     budget: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=_MAX_BYTES)] | None = None
     """The bytes that a step may take on each rank: model state, activations and temporary tensors; a number, or text
-    such as `24GiB`."""
+    such as `24GiB`. By default `device_limit`."""
 
     optimizer: Place = "device"
     """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
@@ -201,7 +201,7 @@ class MemorySettings(FrozenSettings):
 
     device_limit: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=_MAX_BYTES)] | None = None
     """The bytes of its device that a rank may use, a number or text such as `24GiB`. A CPU rank counts its tensors, and
-    ends in the operation that would pass the limit: a device in miniature."""
+    ends in the kernel that would pass the limit: a device in miniature."""
 
     @model_validator(mode="after")
     def _check_budget(self) -> "MemorySettings":
@@ -209,9 +209,21 @@ class MemorySettings(FrozenSettings):
             raise ValueError("optimizer = 'disk' keeps its files in memory.folder; set it to a folder on a fast disk")
         if self.optimizer != "disk" and self.folder is not None:
             raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
-        if self.recompute == "auto" and self.budget is None:
+        if self.recompute == "auto" and self.step_budget is None:
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
+        if self.budget is not None and self.device_limit is not None and self.budget > self.device_limit:
+            raise ValueError(
+                f"memory.budget = {self.budget} is more than memory.device_limit = {self.device_limit}; lower it, or "
+                "leave it out: it is the limit then"
+            )
         return self
+
+    @property
+    def step_budget(self) -> int | None:
+        """The bytes by which `auto` chooses: `budget`, by default `device_limit`."""
+        if self.recompute != "auto":
+            return None
+        return self.device_limit if self.budget is None else self.budget
 
 
 def fixed_policies(settings: MemorySettings, blocks: int) -> tuple[BlockPolicy, ...]:

@@ -124,12 +124,12 @@ def recompute_blocks(
         "or nn.Sequential that own their parameters) to recompute; leave it out, or put the layers into blocks",
     )
     measurement = None
-    if settings.budget is not None:
+    if (budget := settings.step_budget) is not None:
 
         def meter() -> LiveBytes:
             return AllocatorBytes(device) if device.type == "cuda" else StorageTracker(known())
 
-        measurement = CostMeasurement([_kind(block) for block in blocks], settings.budget, meter=meter, device=device)
+        measurement = CostMeasurement([_kind(block) for block in blocks], budget, meter=meter, device=device)
     return Recomputation(blocks, fixed_policies(settings, len(blocks)), measurement)
 
 

@@ -4,7 +4,8 @@
 The live bytes of a GPU are those of its allocator. A storage counts from the kernel that makes it until it is freed,
 once for all of its views. The tracker does not see memory that no kernel of torch makes and no kernel reads, such as
 shared memory of a transport and scratch space inside of kernels, nor tensors that other threads make, such as
-compressed reductions.
+compressed reductions. Tensors of the host, which a CPU rank has in the same memory, do not count: kernels make them
+inside of `kernels_of_host`, or `mark_storages_of_host` marks them.
 """
 
 import gc
@@ -23,11 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from motet.core import trace
+from motet.core.errors import DEVICE_MEMORY_REMEDIES, DeviceMemoryError, InputError
+from motet.core.units import format_bytes
 from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.torch_private import storage_and_key, tensors_with_memory, watch_module_calls
 from motet.models.torch_private import TorchDispatchMode, is_in_backward
 
-NO_KERNEL, _BEFORE = "made by no kernel", ""  # These stand in place of the kernel that made a storage
+# These stand in place of the kernel that made a storage
+NO_KERNEL, _BEFORE, _HOST, _MOVED = "made by no kernel", "", "made on the host", "moved to the device"
 _FORWARD = re.compile(r"forward|F\d+")
 _INNERMOST_PHASES = re.compile(r"forward|backward|update|[FBIW]\d+")
 _GATHER_NAMESPACE, _MESSAGE_NAMESPACE = "fsdp", "c10d"
@@ -52,15 +56,31 @@ class TrackedStorage:
     is_message: bool = False
     is_foreign: bool = False  # Memory of a transport, from and to which messages are copied
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether its bytes are among the live ones."""
+        return self.maker is not NO_KERNEL and self.maker is not _HOST
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is no memory of the device."""
+        return self.is_foreign or self.maker is _HOST
+
 
 class StorageTracker(TorchDispatchMode):
     """Follows the storages that kernels make in this thread, and those of known tensors."""
 
     def __init__(
-        self, known: Iterable[Tensor] = (), *, on_meta: bool = False, on_kernel: Callable[..., None] | None = None
+        self,
+        known: Iterable[Tensor] = (),
+        *,
+        on_meta: bool = False,
+        on_kernel: Callable[..., None] | None = None,
+        limit: int | None = None,
     ) -> None:
         """`on_meta` follows storages on the meta device, and no others. `on_kernel(kernel, args, read=..., result=...)`
-        is called after each kernel, before the storages that it made are followed; with it all records are kept."""
+        is called after each kernel, before the storages that it made are followed; with it all records are kept.
+        A kernel with which more bytes than `limit` are alive raises a `DeviceMemoryError`."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.storages = dict[int, TrackedStorage]()  # Live storages, by key
         self.records = list[TrackedStorage]()  # Records of live and freed storages
@@ -69,14 +89,24 @@ class StorageTracker(TorchDispatchMode):
         self.open_blocks = list[str]()
         self.moment, self.is_paused = 0, False
         self._on_meta, self._on_kernel = on_meta, on_kernel
-        self._live = self._peak = 0
+        self._live = self._peak = self._unchecked_peak = 0
+        self._limit = limit
         self.follow(known)
 
+    def __enter__(self) -> "StorageTracker":
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        _IN_THREAD.trackers.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _IN_THREAD.trackers.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def start(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.__enter__()
 
     def stop(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.__exit__(None, None, None)
 
     def live(self) -> int:
         """The bytes that are alive."""
@@ -95,14 +125,58 @@ class StorageTracker(TorchDispatchMode):
         args, kwargs = call[0], dict(call[1] or {})
         if self.is_paused:
             return func(*args, **kwargs)
+        before, self._unchecked_peak = self._live, 0
         if self.resizable:
             self.notice_resized()
         read = self.follow((*args, *kwargs.values()), NO_KERNEL)
         result = func(*args, **kwargs)
+        is_gather = func.namespace == _GATHER_NAMESPACE
+        if is_gather:
+            self.resizable |= {record.key for record in read if not record.is_elsewhere}
         if self._on_kernel is not None:
             self._on_kernel(func, args, read=read, result=result)
-        self.follow((result,), func)
+        if is_gather:
+            self.notice_resized()
+        self.follow((result,), _HOST if _IN_THREAD.host_depth else func)
+        if self._limit is not None and self._unchecked_peak > self._limit:
+            del result  # The error may be caught, and the tensor is not
+            raise DeviceMemoryError(self._excess(func, self._unchecked_peak - before))
         return result
+
+    def check_limit(self) -> None:
+        """Refuse a limit that the tensors which are known already take more than."""
+        if self._limit is not None and self._live > self._limit:
+            raise InputError(
+                f"{self._named_limit}: the tensors that a rank has between steps take {format_bytes(self._live)} "
+                f"({self._live} bytes); shard more (layout.zero, layout.tp), keep the optimizer on the host "
+                '(memory.optimizer = "host"), or raise the limit'
+            )
+
+    def _excess(self, kernel: Any, size: int) -> str:
+        peak, pass_name = self._unchecked_peak, " in backward" * is_in_backward()
+        return (
+            f"{self._named_limit}: the kernel {_name_of(kernel)}{pass_name} makes {format_bytes(size)}, with which "
+            f"{format_bytes(peak)} ({peak} bytes) are alive; {DEVICE_MEMORY_REMEDIES}"
+        )
+
+    @property
+    def _named_limit(self) -> str:
+        return f"memory.device_limit = {self._limit} ({format_bytes(self._limit or 0)})"
+
+    def count(self, tensors: Iterable[Tensor], maker: Any = _MOVED) -> None:
+        """Count tensors also if no kernel has made them, such as a batch that is moved to the device."""
+        for tensor in tensors:  # One by one: two may have one storage, whose record is replaced
+            for record in self.follow([tensor], maker):
+                if record.maker is NO_KERNEL and not record.is_foreign:
+                    self.moment += 1
+                    self.renew(record, self.moment, maker=maker)
+
+    def uncount(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors no longer, which are memory of the host."""
+        for record in self.follow(tensors, _HOST):
+            if record.maker is not _HOST:
+                self._live -= record.size if record.is_counted else 0
+                record.maker, record.category = _HOST, None
 
     def follow(self, values: Iterable[object], maker: Any = _BEFORE) -> list[TrackedStorage]:
         """The records of the tensors in nested values; `maker` is that of storages which are not followed yet."""
@@ -119,8 +193,14 @@ class StorageTracker(TorchDispatchMode):
         known, size = self.storages.get(key), storage.nbytes()
         if known is not None and known.ref() is not None:
             return known if known.size == size or known.is_foreign else self._resize(known, size)
-        self.moment += 1
+        if maker is _HOST:
+            _HOST_STORAGES.add(storage, key)
+        elif _HOST_STORAGES.contains(storage, key):
+            maker = _HOST
+        self.moment += maker is not _HOST
         self.made[maker] += size
+        if not size and maker is _BEFORE:
+            self.resizable.add(key)  # It is gathered again
         ref, block = weakref.ref(storage, partial(self._forget, key)), self.open_blocks[-1] if self.open_blocks else ""
         first_tensor, is_recomputed = (tensor.shape, tensor.dtype), bool(block) and is_in_backward()
         return self._begin(TrackedStorage(key, ref, size, self.moment, maker, first_tensor, block, is_recomputed))
@@ -129,14 +209,14 @@ class StorageTracker(TorchDispatchMode):
         self.storages[record.key] = record
         if self._on_kernel is not None:
             self.records.append(record)
-        if record.maker is not NO_KERNEL:
+        if record.is_counted:
             self._live += record.size
-            self._peak = max(self._peak, self._live)
+            self._peak, self._unchecked_peak = max(self._peak, self._live), max(self._unchecked_peak, self._live)
         return record
 
     def _end(self, record: TrackedStorage, moment: int) -> None:
         record.freed = moment
-        self._live -= 0 if record.maker is NO_KERNEL else record.size
+        self._live -= record.size if record.is_counted else 0
 
     def renew(self, record: TrackedStorage, moment: int, **changes: Any) -> TrackedStorage:
         """Begin another record of the same storage."""
@@ -145,14 +225,13 @@ class StorageTracker(TorchDispatchMode):
 
     def _resize(self, record: TrackedStorage, size: int) -> TrackedStorage:
         self.moment += 1
-        if self._on_kernel is not None:
-            self.resizable.add(record.key)
+        self.resizable.add(record.key)
         return self.renew(record, self.moment, size=size)
 
     def _forget(self, key: int, ref: Any) -> None:
         if key in self.storages and self.storages[key].ref is ref:
             record = self.storages.pop(key)
-            self.moment += not record.is_foreign
+            self.moment += not record.is_elsewhere
             self._end(record, self.moment)
 
     def notice_resized(self) -> None:
@@ -164,6 +243,73 @@ class StorageTracker(TorchDispatchMode):
                 self.resizable.discard(key)
             elif storage.nbytes() != record.size:
                 self._resize(record, storage.nbytes())
+
+
+class _HostStorages:
+    """The storages that are memory of the host, while they live."""
+
+    def __init__(self) -> None:
+        self._refs = dict[int, weakref.ref[Any]]()
+
+    def add(self, storage: Any, key: int) -> None:
+        self._refs[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def contains(self, storage: Any, key: int) -> bool:
+        ref = self._refs.get(key)
+        return ref is not None and ref() is storage
+
+    def _forget(self, key: int, ref: weakref.ref[Any]) -> None:
+        if self._refs.get(key) is ref:
+            del self._refs[key]
+
+
+class _ThreadState(threading.local):
+    """The trackers that are active in a thread, and how many `kernels_of_host` are open in it."""
+
+    def __init__(self) -> None:
+        self.trackers, self.host_depth = list[StorageTracker](), 0
+
+
+_HOST_STORAGES, _IN_THREAD = _HostStorages(), _ThreadState()
+
+
+@contextmanager
+def kernels_of_host(*, on_meta: bool = False) -> Iterator[None]:
+    """Inside, storages that kernels make in this thread are memory of the host, for each tracker, also for later ones.
+    Another tracker marks them where none is active, on the meta device if `on_meta`."""
+    with ExitStack() as stack:
+        if not _IN_THREAD.trackers:
+            stack.enter_context(StorageTracker(on_meta=on_meta))
+        _IN_THREAD.host_depth += 1
+        try:
+            yield
+        finally:
+            _IN_THREAD.host_depth -= 1
+
+
+def mark_storages_of_host(tensors: Iterable[Tensor]) -> None:
+    """Mark the storages of tensors as memory of the host, for the trackers of this thread and for later ones."""
+    marked = [
+        part for tensor in tensors for on_meta in (False, True) for part in tensors_with_memory(tensor, on_meta=on_meta)
+    ]
+    for part in marked:
+        _HOST_STORAGES.add(*storage_and_key(part))
+    for tracker in _IN_THREAD.trackers:
+        tracker.uncount(marked)
+
+
+def count_moved(tensors: Iterable[Tensor]) -> None:
+    """Count tensors that are moved to the device from here on; on a CPU rank a move makes no copy. A view of a larger
+    storage does not count: a device would get a copy of it."""
+    if not _IN_THREAD.trackers:
+        return
+    moved = [part for tensor in tensors for part in tensors_with_memory(tensor) if _covers_storage(part)]
+    for tracker in _IN_THREAD.trackers:
+        tracker.count(moved)
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 class AllocatorBytes:
@@ -208,7 +354,7 @@ class StepCategories:
         self._blocks = dict(blocks or {})
         self._additions = list[tuple[TrackedStorage, TrackedStorage]]()  # (sum, tensor added to it) in backward
         self._thread, self._phases, self._forward_start = threading.get_ident(), list[StepPhase](), 0
-        self._read_in_forward, self._in_forward = set[int](), False
+        self._read_in_forward, self._in_forward, self._has_begun = set[int](), False, False
 
     # --- calls of the training step ---
 
@@ -223,17 +369,22 @@ class StepCategories:
             yield
 
     def begin_step(self, state: Sequence[tuple[Category, Iterable[Tensor]]]) -> None:
-        """Begin a timeline: a live storage belongs to the first category of `state` that has it, or to other state."""
-        tracker = self._tracker
+        """Begin a timeline: a live storage belongs to the first category of `state` that has it, or to other state.
+        In a later timeline, tensors that no kernel has made since the first do not count, as in a plain tracker."""
+        tracker, maker = self._tracker, NO_KERNEL if self._has_begun else _BEFORE
         tracker.notice_resized()
         for record in self._followed():
             record.category, record.is_message, record.is_recomputed = None, False, False
         for category, tensors in state:
-            for record in self._follow(tensors):
+            tensors = [*tensors]
+            if not self._has_begun:
+                tracker.count(tensors, _BEFORE)
+            for record in self._follow(tensors, maker):
                 if record.size and record.category is None:
                     record.category = category
+        self._has_begun = True
         for record in self._followed():
-            record.is_foreign = record.maker is NO_KERNEL and record.category is None
+            record.is_foreign = record.maker is NO_KERNEL
         tracker.records = self._followed()
         # Storages that resizing freed are gathered again.
         tracker.resizable |= {record.key for record in tracker.records if not record.size}
@@ -262,18 +413,18 @@ class StepCategories:
         for total, summand in self._additions:
             if total.category in ("gradients", "gathered or unreduced") and summand.category is None:
                 summand.category = "gathered or unreduced"
-        lives = [_life(each) for each in self._tracker.records if each.category or each.maker is not NO_KERNEL]
+        lives = [_life(each) for each in self._tracker.records if each.is_counted]
         return MemoryTimeline(tuple(lives), tuple(self._phases), self._tracker.moment)
 
     def live(self, category: Category) -> int:
         """The bytes of a category now."""
         return sum(each.size for each in self._followed() if _category_of(each) == category)
 
-    def _follow(self, tensors: Iterable[Tensor]) -> list[TrackedStorage]:
-        return [record for record in self._tracker.follow(tensors) if not record.is_foreign]
+    def _follow(self, tensors: Iterable[Tensor], maker: Any = _BEFORE) -> list[TrackedStorage]:
+        return [record for record in self._tracker.follow(tensors, maker) if not record.is_elsewhere]
 
     def _followed(self) -> list[TrackedStorage]:
-        return [record for record in [*self._tracker.storages.values()] if not record.is_foreign]
+        return [record for record in [*self._tracker.storages.values()] if not record.is_elsewhere]
 
     # --- phases and blocks ---
 
@@ -319,17 +470,14 @@ class StepCategories:
         if self._on_message is not None and is_collective:
             self._on_message(kernel, args)
         is_message = is_collective or any(record.is_foreign for record in read)
-        for record in (each for each in read if not each.is_foreign):
+        for record in (each for each in read if not each.is_elsewhere):
             if self._in_forward:
                 self._read_in_forward.add(record.key)
             if is_gather:
-                self._tracker.resizable.add(record.key)
                 record.category = record.category or "gathered or unreduced"
             record.is_message |= is_message
-        if is_gather:
-            self._tracker.notice_resized()
         adds = _name_of(kernel) in _ADDING_KERNELS and len(read) > 1 and is_in_backward()
-        if adds and not (read[0].is_foreign or read[1].is_foreign):
+        if adds and not (read[0].is_elsewhere or read[1].is_elsewhere):
             self._additions.append((read[0], read[1]))
 
 

@@ -49,6 +49,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("precision", "loss_scale_initial loss_scale_growth_steps", "loss_scale", ("dynamic",)),
     ("memory", "every", "recompute", ("every-k",)),
     ("memory", "budget", "recompute", ("auto",)),
+    ("memory", "device_limit", "layout.data", ("all_reduce",)),
     ("optimizer", "betas eps", "name", ("adamw",)),
     ("optimizer", "momentum nesterov", "name", ("sgd",)),
     ("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),

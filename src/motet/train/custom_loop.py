@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from motet.core.config_loading import SettingsT, settings_from_dict
 from motet.core.errors import InputError, MotetError, check_input
 from motet.memory.policy_choice import MemorySettings
+from motet.memory.tiers.device_limit import DeviceLimit
 from motet.models.layout_invariant_dropout import has_dropout
 from motet.models.torch_private import is_in_backward
 from motet.models.user_module import check_parameters
@@ -108,7 +109,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
         module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
     )
     engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.sharding.ranks
-    _refuse_wrong_calls(module, engine)
+    _prepare_steps(engine, settings.memory.device_limit)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
 
@@ -277,9 +278,12 @@ def _show_error(
 _MOTET_FOLDER = Path(__file__).parents[1]
 
 
-def _refuse_wrong_calls(module: nn.Module, engine: TrainingEngine) -> None:
+def _prepare_steps(engine: TrainingEngine, limit: int | None) -> None:
+    """Let steps have a limit of the device, and refuse calls of the module where they cannot work."""
+    if limit is not None:
+        engine.step_limit = DeviceLimit(limit, engine.group.device, known=engine.recomputation.known_tensors)
     if engine.pipeline is not None:
-        module.register_forward_pre_hook(partial(_refuse_outside_of_stages, engine.pipeline.stages))
+        engine.module.register_forward_pre_hook(partial(_refuse_outside_of_stages, engine.pipeline.stages))
 
 
 def _refuse_own_dropout(module: nn.Module, *, splits_layers: bool) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
+from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import make_states
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
@@ -81,6 +82,7 @@ class TrainingEngine:
     data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
+    step_limit: DeviceLimit | None = None  # In a custom loop it holds from begin_step to update; a job has its own
     backward_scale: float = 1.0  # Backward of a loss sum begins with it in the current step
     buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)  # The same on all ranks
     _skipped_steps: int = 0
@@ -104,8 +106,13 @@ class TrainingEngine:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
         if self.loss_function is None:
             raise InputError("step: there is no loss; give parallelize a loss=..., or use begin_step, backward, update")
+        with self.step_limit.active() if self.step_limit else nullcontext():
+            count_batch(batches)
+            return self._step(self.loss_function, batches, learning_rate)
+
+    def _step(self, run: LossFunction, batches: Sequence[Any], learning_rate: float | None) -> StepStats:
         self._begin_step()
-        run, counts, max_microbatches = self.loss_function, dict[int, float](), self._max_microbatches(len(batches))
+        counts, max_microbatches = dict[int, float](), self._max_microbatches(len(batches))
         if self.pipeline is not None:
             check_same_batches(batches, self.pipeline.group)
 
@@ -153,6 +160,8 @@ class TrainingEngine:
     def begin_step(self) -> None:
         """Begin a step, with buffers that are the same on all ranks."""
         self._refuse_by_hand("begin_step")
+        if self.step_limit is not None:
+            self.step_limit.start()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -193,7 +202,11 @@ class TrainingEngine:
         `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly. The host
         does not wait for a loss that is a tensor before it waits for the sums of all ranks, once a step."""
         self._refuse_by_hand("update")
-        return self._update(learning_rate, loss, count, *extra, stop=stop, save=save)
+        try:
+            return self._update(learning_rate, loss, count, *extra, stop=stop, save=save)
+        finally:
+            if self.step_limit is not None:
+                self.step_limit.stop()
 
     def _update(
         self,

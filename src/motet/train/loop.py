@@ -12,6 +12,7 @@ import torch
 from motet.cluster.host_limits import keep_freed_memory
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
+from motet.memory.tiers.device_limit import device_limit_of_run
 from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded
 from motet.monitor.sinks import Callback
 from motet.parallel.data_parallel.zero import sharded_states
@@ -78,12 +79,14 @@ def run_training(
     report.report_start(resume_point)
     job, parts, emit_event = report.job, report.parts, report.monitor.on_event
     progress = RunProgress(resume_point.completed_steps, parts.total_steps)
+    limit, known = job.memory.device_limit, parts.engine.recomputation.known_tensors
     with report_run_end(emit_event, progress):
-        TrainingLoop(job, report, progress, emit_event, take_step or parts.make_train_step(job).step, stop).run()
-        if progress.is_finished:
-            report.report_sample()
-            if take_step is None:
-                report.report_prediction()
+        with device_limit_of_run(limit, parts.group.device, known=known):
+            TrainingLoop(job, report, progress, emit_event, take_step or parts.make_train_step(job).step, stop).run()
+            if progress.is_finished:
+                report.report_sample()
+        if progress.is_finished and take_step is None:
+            report.report_prediction()
     return progress
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch, BatchSource
 from motet.core.trace import span
+from motet.memory.tiers.device_limit import count_batch
 from motet.monitor.events import (
     GradientsOverflowed,
     NumericsMeasured,
@@ -115,7 +116,10 @@ class _MicroBatchReader:
                 self.tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
                 self.contributing.append(batch)
         with span("move"):
-            return batch if batch.tokens.device == self._device else batch.to(self._device)
+            if batch.tokens.device != self._device:
+                return batch.to(self._device)
+            count_batch(batch.tensors())
+            return batch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from motet.monitor.stdout_stderr import print_json
 from motet.train.job import Job
 from motet.train.launch.failures import STOP_SIGNALS, handle_signals, interrupt
 from motet.train.launch.preflight import check_data, check_job
-from motet.train.memory_check.measure_ranks import measure_step_memory, predict_step_memory, reason_to_predict
+from motet.train.memory_check.measure_ranks import measure_step_memory, reason_to_predict
+from motet.train.memory_check.predicted_ranks import predict_step_memory
 from motet.train.memory_check.step_prediction import MemoryComparison, StepMemory
 
 _SHOWN_PANELS, _SHOWN_OPERATORS, _JSON_COLUMNS = 4, 6, 200
@@ -35,8 +36,8 @@ def show_memory(
 ) -> None:
     """Measure a step of a job on CPU ranks, or predict it, and draw it on the terminal or into a file."""
     check_writable(svg)
-    limit, job = None if budget is None else parse_bytes(budget), load_job_or_config(source, overrides)
-    limit = job.memory.budget if limit is None else limit
+    budget_bytes, job = None if budget is None else parse_bytes(budget), load_job_or_config(source, overrides)
+    budget_bytes = job.memory.budget if budget_bytes is None else budget_bytes
     ranks = ranks or job.run.ranks
     check_input(
         not job.layout.uses_server_processes,
@@ -50,7 +51,7 @@ def show_memory(
         remark = remark or "the bytes are predicted, and nothing was measured"
     else:
         memories = _measure(job, ranks)
-    shown = _ShownMemory(job, ranks, memories, remark=remark, budget=limit)
+    shown = _ShownMemory(job, ranks, memories, remark=remark, budget=budget_bytes)
     if svg is not None:
         write_output_file(svg, shown.picture())
     if json:
@@ -79,6 +80,12 @@ class _ShownMemory:
     budget: int | None
 
     @property
+    def lines_at(self) -> dict[str, int]:
+        """The lines that are drawn, with their bytes."""
+        lines = {"budget": self.budget, "limit": self.job.memory.device_limit}
+        return {name: size for name, size in lines.items() if size is not None}
+
+    @property
     def title(self) -> str:
         job = self.job
         layout = f"layout '{job.layout_for(self.ranks)}'" if self.ranks > 1 else "one rank"
@@ -103,6 +110,7 @@ class _ShownMemory:
             "ranks": self.ranks,
             "recompute": self.job.memory.recompute,
             "budget": self.budget,
+            "device_limit": self.job.memory.device_limit,
             "is_measured": self.memories[0].measured is not None,
             "remark": self.remark,
             "memory": [_rank_report(memory) for memory in self.memories],
@@ -115,7 +123,7 @@ class _ShownMemory:
         if memories[0].measured:
             panels = [replace(panel, title=f"{panel.title}, measured") for panel in panels]
             panels.insert(1, MemoryPanel("rank 0, predicted, without workspace", memories[0].predicted))
-        return draw_svg(panels, title=self.title, note=self.note, budget=self.budget)
+        return draw_svg(panels, title=self.title, note=self.note, lines=self.lines_at)
 
     def lines(self) -> Iterator[OutputLine]:
         """The text: the rank with the largest peak as a picture, and the comparison."""
@@ -124,14 +132,14 @@ class _ShownMemory:
         yield from (self.title, f"{self.note}.", "", f"rank {memory.rank}; a column is a few allocations and frees")
         header = ("most live bytes of", "measured", "predicted", "difference")
         table = table_lines(map(_row, memory.comparisons()), header=header, right=range(1, 4))
-        yield from (*draw_text(memory.shown, self.budget), "", *table, "")
+        yield from (*draw_text(memory.shown, self.lines_at), "", *table, "")
         yield from _operator_sentences(memory)
         if len(set(peaks)) > 1:
             yield f"Peaks by rank: {', '.join(_peaks_by_rank(self.memories))}."
         phase = memory.shown.phase_at(memory.shown.peak_moment)
         yield f"The peak of rank {memory.rank} is {format_bytes(max(peaks))}{f', in {phase}' * bool(phase)}."
-        if self.budget is not None:
-            left, text = self.budget - max(peaks), f"the budget of {format_bytes(self.budget)}"
+        for name, size in self.lines_at.items():
+            left, text = size - max(peaks), f"the {name} of {format_bytes(size)}"
             is_within = f"That is within {text}, of which {format_bytes(left)} are left."
             yield is_within if left >= 0 else f"That is {format_bytes(-left)} more than {text}."
 

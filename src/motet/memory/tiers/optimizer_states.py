@@ -14,16 +14,11 @@ import torch
 from torch import Tensor
 
 from motet.memory.policy_choice import MemorySettings
+from motet.memory.tiers.device_limit import host_memory, mark_as_host
 from motet.memory.tiers.file_tensors import FileTensors, PieceFunction
 from motet.memory.tiers.scratch_folder import run_subfolder
 
 MASTER = "master"
-
-
-@contextmanager
-def host_memory() -> Iterator[None]:
-    """Inside, tensors are those of the host."""
-    yield
 
 
 class HostStates:
@@ -38,14 +33,14 @@ class HostStates:
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
-        with host_memory():
+        with host_memory(self.device):
             made = [torch.zeros(length, dtype=self._master, pin_memory=self._is_pinned) for length in lengths]
         self.masters += made
         return made
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         """The moments of a slice, which are zero."""
-        with host_memory():
+        with host_memory(self.device):
             return {kind: torch.zeros_like(self.masters[index]) for kind in kinds}
 
     @property
@@ -54,7 +49,7 @@ class HostStates:
 
     def to_host(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Copies of reduced gradients on the host; `wait` before they are read."""
-        with host_memory():
+        with host_memory(self.device):
             made = [torch.empty(g.shape, dtype=g.dtype, pin_memory=self._is_pinned) for g in gradients]
         if self._stream is None:
             for copy, gradient in zip(made, gradients, strict=True):
@@ -75,7 +70,7 @@ class HostStates:
 
     def to_device(self, target: Tensor, master: Tensor) -> None:
         """Give the device the values of a master, cast on the host to the dtype of the target."""
-        with host_memory():
+        with host_memory(self.device):
             cast = master.to(target.dtype)
         target.copy_(cast)
         self.sent_to_device += cast.nbytes
@@ -84,7 +79,7 @@ class HostStates:
     def updating(self) -> Iterator[None]:
         """Inside, the host updates slices."""
         self.wait()
-        with host_memory():
+        with host_memory(self.device):
             yield
 
     def refresh(self) -> None:
@@ -111,12 +106,15 @@ class FileStates(HostStates):
         self._parts.append(files)
         self._place_of_slice += [(files, index) for index in range(len(lengths))]
         made = files.tensors(MASTER)
+        mark_as_host(made)
         self.masters += made
         return made
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         files, local = self._place_of_slice[index]
-        return {kind: files.tensors(kind)[local] for kind in kinds}
+        made = {kind: files.tensors(kind)[local] for kind in kinds}
+        mark_as_host(made.values())
+        return made
 
     def update(self, index: int, function: PieceFunction, following: Sequence[int]) -> None:
         """Let a function change the pieces of a slice; those of the following slices are read meanwhile."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core.units import dtype_name
 from motet.memory.kept_products import KEPT_OPERATORS, is_result_pending
-from motet.memory.storage_tracker import NO_KERNEL, StorageTracker, TrackedStorage, tensors_reachable_from
+from motet.memory.storage_tracker import StorageTracker, TrackedStorage, tensors_reachable_from
 from motet.memory.torch_private import tensors_with_memory
 from motet.models.torch_private import intercept_calls, is_in_backward, storage_key
 from motet.models.user_module import find_blocks
@@ -168,7 +168,7 @@ class _MadeByBlock:
 
     def _living(self) -> Iterator[tuple[TrackedStorage, int]]:
         for record in [*self.tracker.storages.values()]:
-            if record.maker is not NO_KERNEL and (storage := record.ref()) is not None:
+            if record.is_counted and (storage := record.ref()) is not None:
                 yield record, storage.nbytes()
 
 

@@ -133,7 +133,7 @@ def run_and_record(rank: int, function: Callable[[], int]) -> RankExitRecord:
     try:
         return RankExitRecord(rank, time.time(), function())
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is recorded
-        by_peer = is_caused_by_peer(error)
+        by_peer, error = is_caused_by_peer(error), device_memory_error(error) or error
         if isinstance(error, errors.MotetError):
             return RankExitRecord(rank, time.time(), error.exit_code, str(error), caused_by_peer=by_peer)
         message, code = "".join(traceback.format_exception_only(error)).strip(), errors.RankFailedError.exit_code
@@ -141,6 +141,25 @@ def run_and_record(rank: int, function: Callable[[], int]) -> RankExitRecord:
             message = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
             by_peer = False
         return RankExitRecord(rank, time.time(), code, message, _format_traceback(error), by_peer)
+
+
+_CUDA_SIZES = (  # Sentences of torch's allocator (2.11 to 2.13)
+    ("the operation needs {} more", re.compile(r"Tried to allocate ([\d.]+ \w+)")),
+    ("{} are allocated", re.compile(r"([\d.]+ \w+) is allocated by PyTorch")),
+    ("the limit is {} (memory.device_limit)", re.compile(r"([\d.]+ \w+) allowed")),
+    ("the GPU has {}", re.compile(r"has a total capacity of ([\d.]+ \w+)")),
+)
+
+
+def device_memory_error(error: BaseException) -> errors.DeviceMemoryError | None:
+    """One sentence for the error of a GPU's allocator, else None."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return None
+    matches = ((text, pattern.search(str(error))) for text, pattern in _CUDA_SIZES)
+    sizes = [text.format(match[1]) for text, match in matches if match]
+    shown = f" ({', '.join(sizes)})" if sizes else ""
+    sentence = f"the device has too little memory{shown}; {errors.DEVICE_MEMORY_REMEDIES}"
+    return errors.DeviceMemoryError(sentence).with_traceback(error.__traceback__)
 
 
 # Messages of Gloo, NCCL and the stores when the other side has ended or does not come (torch 2.11 to 2.13).

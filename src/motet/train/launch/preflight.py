@@ -19,6 +19,7 @@ from motet.parallel.parameter_server.server_settings import check_server_setting
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
+from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.memory_check.step_prediction import MemoryNeed, layout_memory_problem, memory_need, memory_problem
 
 if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
@@ -138,10 +139,12 @@ def _check_sequence_split(job: Job) -> None:
 
 
 def check_memory(job: Job, local_processes: range, workers: int) -> None:
-    """Refuse a job whose local processes, by their numbers, need more memory than this machine or a limit allows.
+    """Refuse a job whose local processes, by their numbers, need more memory than this machine or a limit allows, or
+    whose steps are predicted to pass `memory.device_limit`.
 
     A model that a factory makes is checked in its ranks, and so is one on GPUs, or one whose layers ranks split.
     """
+    check_device_limit(job, workers)
     limits, nothing = tuple(read_memory_limits()), [dict[str, int]()] * len(local_processes)
     problem = memory_problem(f"job {job.name!r}", nothing, limits)
     may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)

@@ -133,7 +133,7 @@ class RecomputedSteps:
     @classmethod
     def for_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
         """Let the blocks of a module be recomputed."""
-        steps = cls(budget=settings.budget, group=group)
+        steps = cls(budget=settings.step_budget, group=group)
         steps.recomputation = recompute_blocks(module, settings, device=group.device, known=steps.known_tensors)
         return steps
 

@@ -58,6 +58,7 @@ def measure_timeline(
 ) -> MemoryTimeline:
     """The timeline of a step, after others."""
     with tracker.watching(), _marking(engine, tracker):
+        tracker.begin_step([("other state", _reachable_tensors(engine))])
         for step in range(steps_before + 1):
             if step == steps_before:
                 tracker.begin_step(state_tensors(engine))
@@ -93,16 +94,19 @@ def state_tensors(engine: TrainingEngine) -> StateTensors:
     ]
     parameters = [p.data for p in engine.module.parameters() if not (isinstance(p, DTensor) and p.requires_grad)]
     errors = [t for each in sharded.engines for t in each.communicator.compression_state().values()]
-    roots = engine.module, optimizer, engine.outer_optimizer, engine.pipeline
-    on_meta = engine.group.device.type == "meta"
     return [
         ("gradients", sharded.local_gradients()),
         ("parameters", [*parameters, *engine.module.buffers()]),
         ("master parameters", sharded.local_masters if is_on_device else []),
         ("moments", moments),
         ("compression errors", errors),
-        ("other state", tensors_reachable_from(*roots, without=(RankGroup, ProcessGroup), on_meta=on_meta)),
+        ("other state", _reachable_tensors(engine)),
     ]
+
+
+def _reachable_tensors(engine: TrainingEngine) -> list[Tensor]:
+    on_meta = engine.group.device.type == "meta"
+    return tensors_reachable_from(*engine.recomputation.roots, without=(RankGroup, ProcessGroup), on_meta=on_meta)
 
 
 @contextmanager
