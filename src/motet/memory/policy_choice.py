@@ -11,7 +11,6 @@ The `[memory]` section: which activations are kept from forward to backward.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -196,7 +195,7 @@ class MemorySettings(FrozenSettings):
     """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
     updates them; or in files that the host reads, updates and writes piece by piece."""
 
-    folder: Path | None = None
+    folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
     device_limit: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=_MAX_BYTES)] | None = None

@@ -143,4 +143,4 @@ def make_states(
     if settings.optimizer == "host":
         return HostStates(device, dtype)
     assert settings.folder is not None
-    return FileStates(device, dtype, folder=settings.folder, moments=moments)
+    return FileStates(device, dtype, folder=Path(settings.folder), moments=moments)

@@ -18,12 +18,13 @@ def run_subfolder(folder: Path) -> Iterator[Path]:
     killed are removed first."""
     with ExitStack() as stack:
         with convert_os_errors(f"make a subfolder of memory.folder {folder}", _REMEDY):
-            _check_folder(folder)
+            check_folder(folder)
             subfolder = stack.enter_context(locked_folder(folder, _PREFIX))
         yield subfolder
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which no subfolder can be made."""
     check_input(folder.exists(), f"memory.folder {folder} does not exist; create it, or {_REMEDY}")
     check_input(folder.is_dir(), f"memory.folder {folder} is not a folder; {_REMEDY}")
     has_effective_ids = os.access in os.supports_effective_ids

@@ -1,13 +1,16 @@
 """Checks of a job before any rank is started; each raises one sentence."""
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet.cluster.host_limits import read_memory_limits
+from motet.core.direct_io import check_free_space
 from motet.core.errors import InputError, check_input
 from motet.core.units import DTYPE_BYTES
+from motet.memory.tiers.scratch_folder import check_folder
 from motet.models.hf.hf_config import read_config
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
@@ -16,6 +19,8 @@ from motet.parallel.layout import Layout, LayoutSettings
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, inventory_of_spec
 from motet.parallel.parameter_server.protocol.messages import slice_parameters
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
+from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.step_plan.traffic import state_files
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
@@ -145,6 +150,8 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
     A model that a factory makes is checked in its ranks, and so is one on GPUs, or one whose layers ranks split.
     """
     check_device_limit(job, workers)
+    if job.memory.folder is not None:
+        check_folder(Path(job.memory.folder))
     limits, nothing = tuple(read_memory_limits()), [dict[str, int]()] * len(local_processes)
     problem = memory_problem(f"job {job.name!r}", nothing, limits)
     may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
@@ -164,7 +171,19 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         problem = layout_memory_problem(
             plan, layout, recipe, optimizer=job.optimizer, local_ranks=local_processes, limits=limits
         )
+        _check_disk(job, plan, local_processes)
     check_input(not problem, problem)
+
+
+def _check_disk(job: Job, plan: StepPlan, local_ranks: range) -> None:
+    """Refuse a folder on whose disk the states of the local ranks have no room."""
+    if job.memory.folder is None or job.memory.optimizer != "disk":
+        return
+    kinds, folder = job.optimizer.moment_kinds, Path(job.memory.folder)
+    files = partial(state_files, plan, job.precision.resolved, moment_kinds=kinds)
+    needed = sum(layout.update_bytes for rank in local_ranks for layout in files(rank=rank % plan.dims.ranks))
+    remedy = "make room, shard the states (layout.zero), or set memory.folder to another disk"
+    check_free_space(folder, needed, remedy)
 
 
 def _server_process_needs(job: Job, inventory: ModelInventory, workers: int) -> Iterator[MemoryNeed]:

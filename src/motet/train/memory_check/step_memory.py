@@ -18,6 +18,7 @@ from motet.memory.measured_costs import MEASURED_STEPS
 from motet.memory.memory_timeline import Category, MemoryTimeline
 from motet.memory.storage_tracker import StepCategories, tensors_reachable_from
 from motet.models.user_module import find_blocks
+from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -93,6 +94,8 @@ def state_tensors(engine: TrainingEngine) -> StateTensors:
         for shard in shards.values()
     ]
     parameters = [p.data for p in engine.module.parameters() if not (isinstance(p, DTensor) and p.requires_grad)]
+    if not is_on_device:  # Rows of stage 3 are copies of the masters
+        parameters = [local_shard(p).values for p in engine.module.parameters()]
     errors = [t for each in sharded.engines for t in each.communicator.compression_state().values()]
     return [
         ("gradients", sharded.local_gradients()),
