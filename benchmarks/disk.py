@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> list[str]:
         with closing(DirectFile(path, create=True)) as file, closing(IoThreads(options.threads)) as threads:
             progress(f"write {size // 2**20} MiB for the first time")
             file.allocate(size, "make room or set --folder")
-            buffers = [memoryview(aligned_buffer(piece_bytes)) for _ in range(2 * options.threads)]
+            buffers = [aligned_buffer(piece_bytes) for _ in range(2 * options.threads)]
             motet = {
                 (MOTET, name): partial(motet_Bps, transfer, file, buffers)
                 for name, transfer in (("read", threads.read), ("write", threads.write))
@@ -75,15 +75,15 @@ def measure(options: argparse.Namespace) -> list[str]:
     rows = [[name, *row_of_action(name, rates, has_fio)] for name in ACTIONS]
     kind = "direct" if is_direct else "buffered, as the filesystem has no direct IO"
     where = (
-        f"A file of {size // 2**20} MiB; motet: {options.threads} threads, pieces of {piece_bytes // 2**20} MiB, "
-        f"{kind}; {fio_text(options) if has_fio else NO_FIO} {options.rounds} rounds; GB are 10^9 bytes."
+        f"A file of {size // 2**20} MiB; motet: {options.threads} threads, pieces of {piece_bytes // 2**20} MiB "
+        f"on huge pages where the host has them, {kind}; {fio_text(options) if has_fio else NO_FIO} {options.rounds} rounds; GB are 10^9 bytes."
     )
     return [where, table(HEADER if has_fio else HEADER[:3], rows)]
 
 
 def fio_text(options: argparse.Namespace) -> str:
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    return f"{version}: io_uring, depth {options.depth}, blocks of {options.block_mebibytes} MiB, direct."
+    return f"{version}: io_uring, depth {options.depth}, blocks of {options.block_mebibytes} MiB on its usual pages."
 
 
 def row_of_action(name: str, rates: Mapping[tuple[str, str], Sequence[float]], has_fio: bool) -> list[str]:
