@@ -76,7 +76,8 @@ def measure(options: argparse.Namespace) -> list[str]:
     kind = "direct" if is_direct else "buffered, as the filesystem has no direct IO"
     where = (
         f"A file of {size // 2**20} MiB; motet: {options.threads} threads, pieces of {piece_bytes // 2**20} MiB "
-        f"on huge pages where the host has them, {kind}; {fio_text(options) if has_fio else NO_FIO} {options.rounds} rounds; GB are 10^9 bytes."
+        f"on huge pages where the host has them, {kind}; {fio_text(options) if has_fio else NO_FIO} "
+        f"{options.rounds} rounds; GB are 10^9 bytes."
     )
     return [where, table(HEADER if has_fio else HEADER[:3], rows)]
 

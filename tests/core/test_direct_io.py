@@ -88,6 +88,10 @@ def test_bytes_that_are_written_are_read_again(
 def test_a_file_that_opens_for_direct_io_and_cannot_be_read_so_is_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "other").mkdir()
+    with new_file(tmp_path / "other") as file:
+        if not file.is_direct:
+            pytest.skip("the filesystem of temporary files has no direct IO")
     real_read, refused = os.preadv, list[int]()
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -98,9 +102,7 @@ def test_a_file_that_opens_for_direct_io_and_cannot_be_read_so_is_buffered(
 
     monkeypatch.setattr(os, "preadv", read)
     with new_file(tmp_path) as file:
-        if not refused:
-            pytest.skip("the filesystem of temporary files has no direct IO")
-        assert not file.is_direct
+        assert refused and not file.is_direct
         file.write(pattern(ALIGNMENT), 0)
         buffer = aligned_buffer(ALIGNMENT)
         file.read(buffer, 0)
@@ -155,6 +157,14 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
             file.allocate(5 * 2**20 + 1, "make room")
         assert file.path.stat().st_size == 0
     assert str(refused.value) == f"{tmp_path} has 5 MiB free and the files need 5 MiB; make room"
+
+
+def test_a_file_has_the_padded_bytes_of_its_last_allocation(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        file.allocate(ALIGNMENT + 1, "make room")
+        assert file.path.stat().st_size == 2 * ALIGNMENT
+        file.allocate(0, "make room")
+        assert file.path.stat().st_size == 0
 
 
 def test_space_that_cannot_be_reserved_is_refused(tmp_path: Path) -> None:

@@ -199,7 +199,6 @@ class FileTensors:
 
     def close(self) -> None:
         """Wait for the transfers, end the threads and close the files. Errors of the last writes are not raised."""
-        self._abandon()
         self._stack.close()
 
     def __enter__(self) -> "FileTensors":
