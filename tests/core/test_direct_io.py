@@ -1,6 +1,8 @@
 """Aligned files with and without direct IO: their bytes, short transfers, refusals and counts."""
 
+import ctypes
 import errno
+import mmap
 import os
 import resource
 import shutil
@@ -29,7 +31,7 @@ PAGES = 6
 
 def pattern(byte_count: int, seed: int = 0) -> memoryview:
     """Bytes that differ from page to page, in aligned memory."""
-    view = memoryview(aligned_buffer(byte_count))
+    view = aligned_buffer(byte_count)
     view[:] = bytes((seed + index // 5 + index // ALIGNMENT * 7) % 251 for index in range(byte_count))
     return view
 
@@ -46,6 +48,17 @@ def test_bytes_are_padded_to_the_alignment(count: int, padded: int) -> None:
     assert padded_bytes(count) == padded
 
 
+@pytest.mark.parametrize("count", [0, 1, 3 * ALIGNMENT, 2**21 - 1, 2**21, 2**22 + 1])
+def test_buffers_begin_at_a_page_and_large_ones_at_a_huge_page(count: int) -> None:
+    buffer = aligned_buffer(count)
+    assert len(buffer) == max(padded_bytes(count), ALIGNMENT) and not any(buffer)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    huge = hasattr(mmap, "MADV_HUGEPAGE") and count >= 2**21
+    assert address % (2**21 if huge else ALIGNMENT) == 0
+    buffer[-1] = 1
+    assert buffer[-1] == 1
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_bytes_that_are_written_are_read_again(
     direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -57,7 +70,7 @@ def test_bytes_that_are_written_are_read_again(
             pytest.skip("the filesystem of temporary files has no direct IO")
         assert file.is_direct == direct
         assert os.stat(file.path).st_blocks * 512 >= PAGES * ALIGNMENT == file.path.stat().st_size  # noqa: PTH116
-        written, read = pattern(2 * ALIGNMENT), memoryview(aligned_buffer(PAGES * ALIGNMENT))
+        written, read = pattern(2 * ALIGNMENT), aligned_buffer(PAGES * ALIGNMENT)
         assert file.write(written, 3 * ALIGNMENT) == 2 * ALIGNMENT
         assert file.read(read, 0) == PAGES * ALIGNMENT
         assert read == bytes(3 * ALIGNMENT) + bytes(written) + bytes(ALIGNMENT)
@@ -75,6 +88,10 @@ def test_bytes_that_are_written_are_read_again(
 def test_a_file_that_opens_for_direct_io_and_cannot_be_read_so_is_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "other").mkdir()
+    with new_file(tmp_path / "other") as file:
+        if not file.is_direct:
+            pytest.skip("the filesystem of temporary files has no direct IO")
     real_read, refused = os.preadv, list[int]()
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -85,11 +102,9 @@ def test_a_file_that_opens_for_direct_io_and_cannot_be_read_so_is_buffered(
 
     monkeypatch.setattr(os, "preadv", read)
     with new_file(tmp_path) as file:
-        if not refused:
-            pytest.skip("the filesystem of temporary files has no direct IO")
-        assert not file.is_direct
+        assert refused and not file.is_direct
         file.write(pattern(ALIGNMENT), 0)
-        buffer = memoryview(aligned_buffer(ALIGNMENT))
+        buffer = aligned_buffer(ALIGNMENT)
         file.read(buffer, 0)
         assert buffer == pattern(ALIGNMENT)
     assert [str(tmp_path) in record.message for record in caplog.records] == [True]
@@ -114,7 +129,7 @@ def test_short_transfers_go_on_at_a_multiple_of_the_alignment(
     with new_file(tmp_path) as file:
         monkeypatch.setattr(os, "preadv", shortened(os.preadv))
         monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
-        written, read = pattern(PAGES * ALIGNMENT), memoryview(aligned_buffer(PAGES * ALIGNMENT))
+        written, read = pattern(PAGES * ALIGNMENT), aligned_buffer(PAGES * ALIGNMENT)
         travelled = file.write(written, 0), file.read(read, 0)
     assert read == written
     step = most // ALIGNMENT * ALIGNMENT
@@ -127,7 +142,7 @@ def test_a_file_that_ends_early_is_an_error_of_the_device(tmp_path: Path) -> Non
     with new_file(tmp_path) as file:
         os.truncate(file.path, 2 * ALIGNMENT + 100)
         with pytest.raises(OSError, match=f"ends at byte {2 * ALIGNMENT + 100}") as raised:
-            file.read(memoryview(aligned_buffer(PAGES * ALIGNMENT)), 0)
+            file.read(aligned_buffer(PAGES * ALIGNMENT), 0)
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(file.path))
 
 
@@ -142,6 +157,14 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
             file.allocate(5 * 2**20 + 1, "make room")
         assert file.path.stat().st_size == 0
     assert str(refused.value) == f"{tmp_path} has 5 MiB free and the files need 5 MiB; make room"
+
+
+def test_a_file_has_the_padded_bytes_of_its_last_allocation(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        file.allocate(ALIGNMENT + 1, "make room")
+        assert file.path.stat().st_size == 2 * ALIGNMENT
+        file.allocate(0, "make room")
+        assert file.path.stat().st_size == 0
 
 
 def test_space_that_cannot_be_reserved_is_refused(tmp_path: Path) -> None:
@@ -165,7 +188,7 @@ def test_threads_read_and_write_and_count_the_bytes(tmp_path: Path) -> None:
             future.result()
         before = threads.traffic
         assert (before.bytes_read, before.bytes_written) == (0, PAGES * ALIGNMENT) and before.busy_s > 0
-        buffers = [memoryview(aligned_buffer(ALIGNMENT)) for _ in pieces]
+        buffers = [aligned_buffer(ALIGNMENT) for _ in pieces]
         for future in [threads.read(file, buffer, index * ALIGNMENT) for index, buffer in enumerate(buffers)]:
             future.result()
         assert buffers == pieces

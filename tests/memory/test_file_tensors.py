@@ -221,22 +221,34 @@ def test_pieces_are_read_ahead_and_written_behind(tmp_path: Path, monkeypatch: p
     assert log == ["read ahead", "written behind"]
 
 
-def test_a_piece_is_not_read_before_its_last_write_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [(1, ()), (1, ())],  # The write of the first call is under way when the second one begins to read
+        [(1, (2,)), (2, (1,)), (1, ())],  # ... and when its slice could be read ahead
+        [(1, (1,)), (1, ())],  # The slice that changes is not read ahead
+        [(0, (1, 1)), (1, (1,)), (1, ())],  # A slice that will change is read ahead once
+    ],
+)
+def test_a_piece_is_read_after_its_last_write_has_ended(
+    calls: list[tuple[int, tuple[int, ...]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_write = DirectFile.write
 
     def write(file: DirectFile, buffer: memoryview, offset: int) -> int:
-        time.sleep(0.005)
+        time.sleep(0.03)
         return real_write(file, buffer, offset)
 
     monkeypatch.setattr(DirectFile, "write", write)
-    with FileTensors(tmp_path, MIXED, (10, 3000, 20), piece_bytes=PAGE) as files:
-        for _ in range(10):
-            files.update(0, add(1), following=[0, 0])
-            files.update(1, add(1), following=[1, 0])
-        assert [view.unique().tolist() for view in files.tensors("wide")] == [[10], [10], [0]]
+    with FileTensors(tmp_path, MIXED, (3000, 10, 20), threads=12, piece_bytes=SMALL_PIECES) as files:
+        for index, following in calls:
+            files.update(index, add(1), following=following)
+        values = [view.unique().tolist() for view in files.tensors("wide")]
+    indices = [index for index, _ in calls]
+    assert values == [[indices.count(index)] for index in range(3)]
 
 
-def test_what_was_read_ahead_is_dropped_if_the_caller_does_something_else(tmp_path: Path) -> None:
+def test_pieces_that_were_read_ahead_are_dropped_if_the_caller_updates_others(tmp_path: Path) -> None:
     with FileTensors(tmp_path, KINDS, (10, 20, 30)) as files:
         files.update(0, add(1), following=[1, 2])
         files.update(2, add(1))

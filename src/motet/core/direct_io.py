@@ -1,10 +1,12 @@
 """Files that threads read and write in aligned pieces, past the page cache where the filesystem allows it.
 
 Buffers, offsets and lengths are multiples of `ALIGNMENT`. A file of another length ends in padding. Measured on two
-cores and a virtual disk: pieces of 4 MiB by two to four threads read and write as fast as io_uring, where buffered
-writes with `fdatasync` reach a tenth of that, so there is no binding to an IO library here.
+cores and a virtual disk (docs/benchmarks/disk.md): a few threads with pieces of 4 MiB on huge pages read and write at
+least as fast as fio with io_uring, and buffered writes with `fdatasync` reach a tenth of that. So there is no binding
+to an IO library here.
 """
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -13,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from motet.core.units import format_bytes
 ALIGNMENT = 4096  # Bytes: a page, and the largest logical block of common disks
 PIECE_BYTES = 4 * 2**20
 THREADS = 3
+_HUGE_PAGE_BYTES = 2 * 2**20
 
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -35,10 +38,23 @@ def padded_bytes(byte_count: int) -> int:
     return -(-byte_count // ALIGNMENT) * ALIGNMENT
 
 
-def aligned_buffer(byte_count: int) -> mmap.mmap:
-    """Zeros that begin at a page, which live as long as the buffer or a view of it."""
-    # The mapping is shared: a fork during a direct read into private memory can lose what was read (open(2)).
-    return mmap.mmap(-1, max(padded_bytes(byte_count), ALIGNMENT))
+def aligned_buffer(byte_count: int) -> memoryview:
+    """Zeros that begin at a page, as many as asked for and padding; a view keeps the memory alive.
+
+    Large buffers are on huge pages where Linux has them: direct IO looks up each page of its memory, and with pages
+    of 4 KiB reads had half of the bandwidth on the machine of docs/benchmarks/disk.md.
+    """
+    length = max(padded_bytes(byte_count), ALIGNMENT)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
+        return memoryview(mmap.mmap(-1, length))
+    memory = mmap.mmap(-1, length + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
+    # A fork during a direct read into private memory can lose what was read (open(2)), so children do not get it.
+    memory.madvise(mmap.MADV_DONTFORK)
+    if on_huge_pages := length // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES:
+        with suppress(OSError):  # A kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE, start, on_huge_pages)
+    return memoryview(memory)[start : start + length]
 
 
 def check_free_space(folder: Path, needed_bytes: int, remedy: str) -> None:
@@ -47,7 +63,7 @@ def check_free_space(folder: Path, needed_bytes: int, remedy: str) -> None:
         raise _no_space(folder, needed_bytes, remedy)
 
 
-def _no_space(folder: Path, needed_bytes: int, remedy: str, reason: str = "") -> InputError:
+def _no_space(folder: Path, needed_bytes: int, remedy: str, *, reason: str = "") -> InputError:
     free = format_bytes(shutil.disk_usage(folder).free)
     return InputError(f"{folder} has {free} free and the files need {format_bytes(needed_bytes)}{reason}; {remedy}")
 
@@ -95,7 +111,7 @@ class DirectFile:
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
-            raise _no_space(self.path.parent, byte_count, remedy, f" ({error.strerror})") from error
+            raise _no_space(self.path.parent, byte_count, remedy, reason=f" ({error.strerror})") from error
         self._probe_direct_io(byte_count)
 
     def _probe_direct_io(self, byte_count: int) -> None:
@@ -103,8 +119,7 @@ class DirectFile:
         if not self.is_direct or byte_count < ALIGNMENT:
             return
         try:
-            with memoryview(aligned_buffer(ALIGNMENT)) as probe:
-                os.preadv(self._descriptor, [probe], 0)
+            os.preadv(self._descriptor, [aligned_buffer(ALIGNMENT)], 0)
         except OSError as error:
             if error.errno not in _NO_DIRECT_IO:
                 raise

@@ -5,7 +5,6 @@ order of the pieces and the numbers do not depend on the threads: the update of 
 """
 
 import errno
-import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -59,7 +58,7 @@ class _PieceBuffers:
     def __init__(self, layout: FileLayout, dtypes: Mapping[str, torch.dtype]) -> None:
         self.piece: Piece | None = None
         self._layout, self._dtypes = layout, dtypes
-        self._memory: dict[str, mmap.mmap] = {kind: aligned_buffer(layout.buffer_bytes(kind)) for kind in dtypes}
+        self._memory = {kind: aligned_buffer(layout.buffer_bytes(kind)) for kind in dtypes}
         self._futures: list[Future[None]] = []
         self._action = ""
 
@@ -74,7 +73,7 @@ class _PieceBuffers:
     def _span(self, kind: str) -> tuple[memoryview, int]:
         assert self.piece is not None
         length = self._layout.transfer_bytes(kind, self.piece)
-        return memoryview(self._memory[kind])[:length], self._layout.offset(kind, self.piece)
+        return self._memory[kind][:length], self._layout.offset(kind, self.piece)
 
     def tensors(self) -> dict[str, Tensor]:
         """The elements of the piece, by kind, without padding."""
@@ -200,7 +199,6 @@ class FileTensors:
 
     def close(self) -> None:
         """Wait for the transfers, end the threads and close the files. Errors of the last writes are not raised."""
-        self._abandon()
         self._stack.close()
 
     def __enter__(self) -> "FileTensors":
