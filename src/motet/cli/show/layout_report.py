@@ -30,11 +30,12 @@ from motet.parallel.roles_of_tensors import TensorRole, tensor_roles
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
-from motet.parallel.step_plan.traffic import sent_activation_bytes, sent_bytes_per_step
+from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step, state_files
 from motet.parallel.sync_groups import pipeline_groups
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import describe_repeated_work, repeated_work, split_warnings, step_plan_of_split_job
 from motet.train.launch.preflight import check_job
+from motet.train.memory_check.step_prediction import memory_need
 
 _HEADER = ("tensor", "count", "shape", "split", "on a rank", "gradient summed over", "reason")
 
@@ -278,6 +279,7 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> di
     states = sharded_states(sharding.zero, reduces_once=sharding.reduces_once)
     return {
         "zero": sharding.zero,
+        "states": plan.states,
         "uses_server_shards": sharding.bucket_owners is not None,
         "state_placement": {
             state: "sharded" if is_sharded and sharding.shards > 1 else "replicated"
@@ -295,9 +297,7 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> di
             {
                 "rank": rank,
                 "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.dims.ranks).values()),
-                "state_bytes": model_state_memory(
-                    plan, recipe, moments_per_parameter=moments, rank=rank % plan.dims.ranks
-                ).total,
+                **_bytes_by_place(job, plan, rank=rank % plan.dims.ranks),
                 "rows": [[part.start, part.stop] for part in parts],
             }
             for rank, parts in ((rank, plan.rows_by_rank[rank]) for rank in ranks)
@@ -336,19 +336,40 @@ def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
     return tuple(ranks for ranks in groups if action.kind != "norm" or plan.counted_names(ranks[0]))
 
 
+def _bytes_by_place(job: Job, plan: StepPlan, *, rank: int) -> dict[str, Any]:
+    """The bytes that a rank keeps on its device, on its host and on disk, and those that move in a step."""
+    recipe, optimizer = job.precision.resolved, job.optimizer
+    state = model_state_memory(plan, recipe, moments_per_parameter=optimizer.moments_per_parameter, rank=rank)
+    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host").values())
+    files = state_files(plan, recipe, moment_kinds=optimizer.moment_kinds, rank=rank)
+    disk = sum(layout.update_bytes for layout in files) if plan.states == "disk" else 0
+    link = host_link_bytes(plan, recipe, rank=rank)
+    return {
+        "state_bytes": state.in_place("device", plan.states).total,
+        "host_bytes": host + (sum(layout.memory_bytes for layout in files) if disk else 0),
+        "disk_bytes": disk,
+        "sent_to_host": link.to_host,
+        "sent_to_device": link.to_device,
+    }
+
+
 def _rank_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
     yield f"{report['job']}, zero = {report['zero']}: {placement}"
-    rows = []
+    rows, places = (
+        list[tuple[str, ...]](),
+        {"device": (), "host": ("host",), "disk": ("host", "disk")}[report["states"]],
+    )
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         parts = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
-        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", format_bytes(rank["state_bytes"]), parts))
+        kept = [format_bytes(rank[f"{place}_bytes"]) for place in ("state", *places)]
+        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", *kept, parts))
     more = len(report["ranks"][_MAX_SHOWN_RANKS:]) + report["ranks_left_out"]
     if more:
-        rows.append(("...", "", "", f"{more} more"))
-    yield from table_lines(
-        rows, header=("rank", "updates", "keeps", "rows of the batch, by micro-batch"), right=range(3)
-    )
+        rows.append(("...", "", "", *("" for _ in places), f"{more} more"))
+    kept = ("keeps on device" if places else "keeps", *(f"on {place}" for place in places))
+    header = ("rank", "updates", *kept, "rows of the batch, by micro-batch")
+    yield from table_lines(rows, header=header, right=range(3 + len(places)))
 
 
 def _action_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
@@ -370,6 +391,11 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         lines.append(f"Rank 0 sends {_format_traffic(sent)} in a step.")
     if any((sent := report["sent_activation_bytes_of_first_rank"]).values()):
         lines.append(f"For activations of split layers it sends {_format_traffic(sent)} as well.")
+    first = report["ranks"][0]
+    if report["states"] != "device":
+        down, up, disk = (format_bytes(first[key]) for key in ("sent_to_host", "sent_to_device", "disk_bytes"))
+        files = f", which reads and writes {disk} of files" * bool(first["disk_bytes"])
+        lines.append(f"Rank 0 sends {down} of gradients to its host{files}, and gets {up} of parameters back.")
     lines += report["warnings"]
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))

@@ -29,12 +29,16 @@ class HostStates:
         self.device, self._master = device, dtype
         self.masters = list[Tensor]()  # All slices, in the order in which engines have allocated them
         self.sent_to_host = self.sent_to_device = 0  # Bytes since the run began
+        self._host = torch.device("meta" if device.type == "meta" else "cpu")  # A rehearsal knows no values
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
         with host_memory(self.device):
-            made = [torch.zeros(length, dtype=self._master, pin_memory=self._is_pinned) for length in lengths]
+            made = [
+                torch.zeros(length, dtype=self._master, device=self._host, pin_memory=self._is_pinned)
+                for length in lengths
+            ]
         self.masters += made
         return made
 
@@ -50,7 +54,9 @@ class HostStates:
     def to_host(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Copies of reduced gradients on the host; `wait` before they are read."""
         with host_memory(self.device):
-            made = [torch.empty(g.shape, dtype=g.dtype, pin_memory=self._is_pinned) for g in gradients]
+            made = [
+                torch.empty(g.shape, dtype=g.dtype, device=self._host, pin_memory=self._is_pinned) for g in gradients
+            ]
         if self._stream is None:
             for copy, gradient in zip(made, gradients, strict=True):
                 copy.copy_(gradient)
@@ -140,7 +146,7 @@ def make_states(
     """The states of an optimizer of a rank, if they do not lie on its device."""
     if settings.optimizer == "device":
         return None
-    if settings.optimizer == "host":
+    if settings.optimizer == "host" or device.type == "meta":
         return HostStates(device, dtype)
     assert settings.folder is not None
     return FileStates(device, dtype, folder=Path(settings.folder), moments=moments)
