@@ -94,9 +94,9 @@ def test_a_rank_goes_on_after_an_error_that_it_catches() -> None:
     limit = DeviceLimit(1000, CPU, known=list)
     with limit.active():
         kept = torch.ones(200)
-        with pytest.raises(DeviceMemoryError, match=r"the kernel ones makes 400 B, with which 1\.17 KiB"):
+        with pytest.raises(DeviceMemoryError, match=r"the kernel ones makes 400 B, with which 1\.17 KiB") as refused:
             torch.ones(100)
-        assert limit.live() == kept.nbytes == 800
+        assert limit.live() == kept.nbytes == 800 and refused.tb is not None  # Its frames are alive
         assert torch.ones(50).nbytes == 200
     torch.ones(1000)
 
@@ -192,9 +192,8 @@ def test_a_batch_counts_from_where_it_is_moved() -> None:
     with limit.active():
         tokens.sum()
         assert limit.live() == 0
-        count_batch(
-            {"tokens": tokens, "more": [tokens, 3], "view": torch.frombuffer(bytearray(99), dtype=torch.uint8)[1:]}
-        )
+        data_set = torch.frombuffer(bytearray(99), dtype=torch.uint8)
+        count_batch({"tokens": tokens, "more": [tokens, 3], "view": data_set[1:]})
         assert limit.live() == 800
         tokens.add(1)
         assert limit.live() == 800 and limit.peak() == 1600

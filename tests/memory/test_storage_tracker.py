@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from motet.core.trace import span
 from motet.memory.measured_costs import StepBytes
 from motet.memory.memory_timeline import Category, MemoryTimeline
-from motet.memory.storage_tracker import AllocatorBytes, StepCategories, StorageTracker
+from motet.memory.storage_tracker import AllocatorBytes, StepCategories, StorageTracker, tensors_reachable_from
 
 ROWS, WIDTH = 8, 16
 MATRIX, VECTOR, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH
@@ -126,6 +126,19 @@ def test_storages_that_are_resized() -> None:
     assert tracker.end_step().bytes_by_category["other state"].count(0) > 0
 
 
+def test_storages_that_are_empty_when_a_tracker_begins() -> None:
+    """Parameters that were gathered before, and are gathered again without a kernel."""
+    gathered = [torch.empty(1000), torch.empty(500)]
+    for tensor in gathered:
+        tensor.untyped_storage().resize_(0)
+    with StorageTracker(tensors_reachable_from(gathered)) as tracker:
+        assert tracker.live() == 0
+        for tensor in gathered:
+            tensor.untyped_storage().resize_(tensor.numel() * 4)
+        small = torch.empty(1)
+        assert tracker.live() == tracker.peak() == 6000 + small.nbytes
+
+
 def test_tensors_inside_of_a_tensor() -> None:
     """A wrapper, such as moments in 8 bits with their scales, has the memory of what it holds."""
     tracker, moments = StepCategories(), TwoTensor(torch.ones(1000), torch.ones(1000))
@@ -178,6 +191,19 @@ def test_memory_that_no_kernel_makes_is_not_counted() -> None:
         halves.append(outside[:500] * 2)
         assert tracker.live() == tracker.peak() == 2000
     assert len(halves) == 4
+
+
+def test_a_later_timeline_counts_what_the_first_one_knew_and_kernels_made() -> None:
+    """A plain tracker, which began when the first one did, counts the same."""
+    known = [torch.ones(100)]
+    categories, plain = StepCategories(), StorageTracker(known)
+    with plain, categories.watching():
+        categories.begin_step([("parameters", known)])
+        no_kernel, by_kernel = torch.frombuffer(bytearray(800), dtype=torch.int64), torch.ones(50)
+        categories.begin_step([("parameters", known), ("other state", [no_kernel, by_kernel])])
+        no_kernel.add_(1)
+        timeline = categories.end_step()
+    assert peaks(timeline) == {"parameters": 400, "other state": 200} and timeline.total[-1] == plain.live() == 600
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])

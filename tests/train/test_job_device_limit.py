@@ -31,6 +31,9 @@ def measured_and_limited(group: RankGroup, job: Job) -> tuple[int, int, str]:
     with precision_context(job, group.device), tempfile.TemporaryDirectory() as folder:
         measured = measure_on_group(job, group, Path(folder)).measured
         assert measured is not None
+        moved = [life for life in measured.lives if life.operator == "moved to the device"]
+        tokens = job.data.batch_sequences * job.data.sequence_length // group.world
+        assert sum(life.size for life in moved if life.category == "saved activations") >= 2 * 8 * tokens  # And targets
 
         def run(limit: int) -> int:
             parts = build_components(job, group, Path(folder))

@@ -525,7 +525,8 @@ def tensors_reachable_from(*roots: object, without: tuple[type, ...] = (), on_me
         if isinstance(item, Tensor):
             for part in tensors_with_memory(item, on_meta=on_meta):
                 storage, key = storage_and_key(part)
-                tensors.setdefault(key if part.is_meta else storage.data_ptr(), part)
+                has_memory = storage.nbytes() and not part.is_meta  # FSDP2 frees storages that it gathers again
+                tensors.setdefault(storage.data_ptr() if has_memory else key, part)
             left += [item.grad] if item.is_leaf and item.grad is not None else []
         elif isinstance(item, types.FunctionType):
             left += [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]
