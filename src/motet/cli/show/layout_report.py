@@ -274,7 +274,7 @@ def _show_plan(job: Job, layout: Layout, *, cluster: str | None, roles: bool, js
 
 
 def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> dict[str, Any]:
-    recipe, moments = job.precision.resolved, job.optimizer.moments_per_parameter
+    recipe = job.precision.resolved
     shape, ranks = batch_shape(job, len(plan.rows_by_rank[0][0])), _reported_ranks(plan)
     states = sharded_states(sharding.zero, reduces_once=sharding.reduces_once)
     return {
@@ -336,6 +336,9 @@ def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
     return tuple(ranks for ranks in groups if action.kind != "norm" or plan.counted_names(ranks[0]))
 
 
+PLACES_BEYOND_DEVICE: dict[Place, tuple[Place, ...]] = {"device": (), "host": ("host",), "disk": ("host", "disk")}
+
+
 def _bytes_by_place(job: Job, plan: StepPlan, *, rank: int) -> dict[str, Any]:
     """The bytes that a rank keeps on its device, on its host and on disk, and those that move in a step."""
     recipe, optimizer = job.precision.resolved, job.optimizer
@@ -356,14 +359,11 @@ def _bytes_by_place(job: Job, plan: StepPlan, *, rank: int) -> dict[str, Any]:
 def _rank_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
     yield f"{report['job']}, zero = {report['zero']}: {placement}"
-    rows, places = (
-        list[tuple[str, ...]](),
-        {"device": (), "host": ("host",), "disk": ("host", "disk")}[report["states"]],
-    )
+    rows, places = list[tuple[str, ...]](), PLACES_BEYOND_DEVICE[report["states"]]
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         parts = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
-        kept = [format_bytes(rank[f"{place}_bytes"]) for place in ("state", *places)]
-        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", *kept, parts))
+        sizes = [format_bytes(rank[f"{place}_bytes"]) for place in ("state", *places)]
+        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", *sizes, parts))
     more = len(report["ranks"][_MAX_SHOWN_RANKS:]) + report["ranks_left_out"]
     if more:
         rows.append(("...", "", "", *("" for _ in places), f"{more} more"))
