@@ -17,6 +17,7 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import check_input
 from motet.core.trace import log_if_slow
 from motet.core.units import format_bytes
+from motet.memory.policy_choice import Place
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
