@@ -183,7 +183,7 @@ INT8 = {"compress_gradients": "int8"}
     ("settings", "layout", "sentence"),
     [
         ({"compress_gradients": "int7"}, ONE, "compress_gradients = 'int7': .* no codec 'int7'; use one of int8"),
-        ({"compress_gradients": "int8:block=0"}, ONE, "block is 0; it must be a whole number from 1 up"),
+        ({"compress_gradients": "int8:block=0"}, ONE, "block is 0; give a whole number from 1 up"),
         (
             {"compress_parameters": "topk"},
             DataParallelSharding(4, 1, 1, 4),

@@ -65,6 +65,7 @@ def test_masters_with_few_bits_are_found(ranks: Ranks, plant: Plant, kind: str) 
     assert first is not None and first.difference.key[0] == kind and "bfloat16" in first.cause
 
 
+@pytest.mark.proof
 def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     assert compared(ranks, "fp32", "dp=3 zero=1", no_fault, *UNEVEN)[1] is None
     assert compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None

@@ -17,7 +17,6 @@ from ranks import Ranks
 from train.runs import small_job
 
 QUICK = [
-    "only the last microbatch counts",
     "a forward computes with parameters that others updated later",
     "a tied copy goes stale",
     "a tied weight is not synchronised",

@@ -14,6 +14,7 @@ MODELS = {
     "GPT-2-like": ("decoder", (*GPT2_LIKE, "model.dropout=0.1")),
     "norms of heads": ("decoder", ("model.query_key_norm=true", "model.tied=false")),
     "head in a module": ("bert of transformers", ("data.objective=masked",)),
+    "layers that stay whole": ("decoder", ("layout.require_split=0.3",)),  # 51 features over four ranks
     **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters")},
 }
 STAGES = ("tp=2 zero=0", "tp=2 dp=2 zero=1", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3 microbatches=2")
@@ -22,8 +23,8 @@ QUICK = "decoder", "tp=2 zero=0 sp=true"
 CASES = [
     QUICK,
     ("head in a module", "tp=2 zero=0"),
-    *((model, layout) for model in MODELS for layout in LAYOUTS),
-    ("decoder", "tp=4"),
+    *((model, layout) for model in MODELS if model != "layers that stay whole" for layout in LAYOUTS),
+    ("layers that stay whole", "tp=4"),
     ("llama", "tp=4 sp=true"),
 ]
 # Outputs of which nothing says how they lie: those of modules without a weight between split layers.

@@ -137,7 +137,7 @@ def test_a_row_that_cannot_be_expressed_is_left_out_and_counted(
     ("changes", "message"),
     [
         ({"hidden size": "8"}, "row 2: model.hidden = 8 is not a multiple of model.heads = 16"),
-        ({"iteration time (ms)": "0"}, "row 2: iteration time (ms) = 0 is no measurement"),
+        ({"iteration time (ms)": "0"}, "row 2: iteration time (ms) = 0 is not a measurement"),
         ({"attention heads": ""}, "row 2: column attention heads is empty"),
     ],
 )

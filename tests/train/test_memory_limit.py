@@ -94,6 +94,7 @@ def check_refused(ranks: Ranks, folder: Path, world: int, job: Job) -> None:
         ranks.run(world, train_within, job, str(folder / "stage-0"), (0.75, 0.75))
 
 
+@pytest.mark.proof
 def test_four_ranks_with_sgd(ranks: Ranks, tmp_path: Path) -> None:
     """A step gathers as much as its state has where blocks are few, so only the building has a small limit."""
     small = small_job(tmp_path, *settings_of("zero=3", 1, "run.steps=1"))

@@ -128,9 +128,8 @@ def test_a_family_has_the_split_of_its_twin_over_fewer_ranks(
     _check_agreement(job)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param("tp=8 sp=true", marks=pytest.mark.proof), "tp=8 pp=2 sp=true microbatches=4"]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["tp=8 sp=true", "tp=8 pp=2 sp=true microbatches=4"])
 def test_stages_and_tokens_are_those_of_all_ranks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin_of_job, "MOST_RANKS", 4)
     job = _own_job("decoder", layout)
