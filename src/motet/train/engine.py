@@ -16,7 +16,6 @@ from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import DeviceLimit, count_batch
-from motet.memory.tiers.optimizer_states import make_states
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
@@ -348,11 +347,10 @@ def build_engine(
     broadcast_buffers(module, group)
     recipe, communication = settings.precision.resolved, settings.communication
     cast_frozen_parameters(module, recipe)
-    has_replicas = settings.outer.every is not None
     plan = plan_of_module(
         module, group, layout=layout, settings=settings, batch_sequences=batch_sequences, model_sharding=model_sharding
     )
-    replicas = split_into_replicas(group, layout.sharding, communication) if has_replicas else None
+    replicas = split_into_replicas(group, layout.sharding, communication) if settings.outer.every else None
     step_group = replicas.mesh.shard_group if replicas else group
     recomputation = RecomputedSteps.for_module(module, settings.memory, group)
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
@@ -370,12 +368,7 @@ def build_engine(
             group=step_group,
             communication=communication,
             values=values,
-            states=make_states(
-                settings.memory,
-                getattr(torch, recipe.master),
-                group.device,
-                moments=settings.optimizer.moment_kinds,
-            ),
+            memory=settings.memory,
         )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters

@@ -341,7 +341,7 @@ PLACES_BEYOND_DEVICE: dict[Place, tuple[Place, ...]] = {"device": (), "host": ("
 
 
 def _bytes_by_place(job: Job, plan: StepPlan, *, rank: int) -> dict[str, Any]:
-    """The bytes that a rank keeps on its device, on its host and on disk, and those that move in a step."""
+    """The bytes that a rank keeps on its device, on its host and on disk, and the bytes that move in a step."""
     recipe, optimizer = job.precision.resolved, job.optimizer
     state = model_state_memory(plan, recipe, moments_per_parameter=optimizer.moments_per_parameter, rank=rank)
     host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host").values())

@@ -101,7 +101,7 @@ class FileStates(HostStates):
         self._kinds = dict.fromkeys((MASTER, *moments), dtype)
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(run_subfolder(folder))
-        self._parts = list[FileTensors]()  # Of the slices that an engine has allocated
+        self._parts = list[FileTensors]()  # One for the slices of each engine
         self._place_of_slice = list[tuple[FileTensors, int]]()
         weakref.finalize(self, self._stack.close)  # At the end of the process, too
 

@@ -228,24 +228,23 @@ class BucketedDataParallel:
         settings: CommunicationSettings,
         states: HostStates | None = None,
     ) -> None:
-        """Put parameters on flat tensors that are sharded as the plan says. `states` has the masters, if the host
-        updates them."""
+        """Put parameters on flat tensors that are sharded as the plan says. `states` has masters of the host."""
         named, group = {name: parameters[name] for name in plan.shapes}, mesh.shard_group
-        self.mesh, self.plan, rank = mesh, plan, group.rank
+        self.mesh, self.plan, rank, dtype = mesh, plan, group.rank, getattr(torch, recipe.reduce)
         self._states, self._sent_gradients = states, list[Tensor]()
         self._has_alike_copies = len(set(plan.group.copy_groups.values())) == 1
         self._buckets = [unit.contents for unit in plan.units if isinstance(unit.contents, Bucket)]
         schedule = plan.units[0].schedule
         self._step_actions = [action for action in schedule if action.moment == "step"]
-        gathers = [action for action in self._step_actions if action.is_gather]
+        gathers = [each for each in self._step_actions if each.is_gather]
         # Gathers shards of the sums instead of parameters; then every rank updates everything, as the sums arrive.
         self.updates_on_arrival = any(action.tensor == "gradients" for action in gathers)
         self._parameter_gather = next((action for action in gathers if action.tensor == "parameters"), None)
         self._reduces_each_microbatch = any(action.moment == "microbatch" for action in schedule)
-        self._starts_early = all(a.overlaps for a in schedule if a.moment in ("microbatch", "last_microbatch"))
+        self._starts_early = all(a.overlaps for a in schedule if a.over and a.moment.endswith("microbatch"))
         self._shard_slices = shard_slices = [unit.shard_slice(rank) for unit in plan.units]
-        dtype, keeps_all = getattr(torch, recipe.reduce), not self._reduces_each_microbatch
-        self._gradients = GradientBuffer(self._buckets, shard_slices, dtype, device=group.device, keeps_all=keeps_all)
+        device, keeps_all = group.device, not self._reduces_each_microbatch
+        self._gradients = GradientBuffer(self._buckets, shard_slices, dtype, device=device, keeps_all=keeps_all)
         self._gradients.on_bucket_ready = self._on_bucket_ready
         updates_everything = self.updates_on_arrival or not any(action.is_scatter for action in schedule)
         self.flat_parameters = FlatParameters(
@@ -270,15 +269,13 @@ class BucketedDataParallel:
             named[m.name]: i for i, each in enumerate(self._buckets) for m in each.members
         }
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
-        self._ready_buckets: set[int] = set()
-        self._next_bucket = 0
-        self._is_first_microbatch = self._is_last_microbatch = True
-        self._accumulates = False
+        self._ready_buckets, self._next_bucket = set[int](), 0
+        self._is_first_microbatch, self._is_last_microbatch, self._accumulates = True, True, False
         # Lets each module wait only for the buckets that it uses, once a forward was recorded.
         wait = partial(ModuleParameterWaiter, module, self._bucket_ids, self._wait_for_bucket)
         self._usage_tracker = wait() if any(action.overlaps for action in gathers) else None
         self._gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
-        self._pending_gathers: dict[int, WorkHandle] = {}
+        self._pending_gathers = dict[int, WorkHandle]()
         self._actions_on_arrival: Sequence[CommUnitAction] = ()
 
     def begin_step(self) -> None:

@@ -49,7 +49,7 @@ class CompositeDataParallel:
     def set_optimizer(self, update_masters: MasterUpdate) -> None:
         """Let the update actions call the optimizer, with gradients by the indices of `local_masters`."""
         for engine, (start, _) in zip(self.engines, self._ranges(), strict=True):
-            engine.update_masters = partial(_update_offset, update_masters, start)
+            engine.update_masters = partial(_update_offset, start=start, update_masters=update_masters)
 
     def begin_step(self) -> None:
         for engine in self.engines:
@@ -143,7 +143,7 @@ class CompositeDataParallel:
 
 
 def _update_offset(
-    update_masters: MasterUpdate, start: int, gradients: Mapping[int, Tensor], on_updated: OnUpdated | None
+    gradients: Mapping[int, Tensor], on_updated: OnUpdated | None, *, start: int, update_masters: MasterUpdate
 ) -> None:
     def report(index: int, elements: slice, masters: Tensor) -> None:
         if on_updated is not None:

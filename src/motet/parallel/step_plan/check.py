@@ -539,8 +539,8 @@ def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
 
 
 def transfers_surround_updates(plan: StepPlan) -> Iterator[str]:
-    """Where the host updates masters, sums travel to it once, after their last reduction and before the update, and
-    values to the device once, after the update and before ranks gather them. Else nothing travels."""
+    """Sums travel to a host that updates masters once, after their last reduction and before the update, and values
+    to the device once, after the update and before ranks gather them. Nothing travels to another host."""
     wanted = int(plan.states != "device")
     for group, unit in ((each, unit) for each in plan.groups for unit in each.units if unit.members):
         kinds = [action.kind for action in unit.schedule]

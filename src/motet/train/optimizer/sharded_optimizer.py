@@ -11,7 +11,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from motet.core.errors import names_matching
-from motet.memory.tiers.optimizer_states import FileStates, HostStates
+from motet.memory.policy_choice import MemorySettings
+from motet.memory.tiers.optimizer_states import FileStates, HostStates, make_states
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
@@ -41,11 +42,11 @@ def build_sharded_optimizer(
     group: RankGroup,
     communication: CommunicationSettings,
     values: ParameterValues | None = None,
-    states: HostStates | None = None,
+    memory: MemorySettings | None = None,
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards.
-    Parameters get `values`, by default the values of the first rank's module. `states` has masters and moments, if the
-    host updates them."""
+    Parameters get `values`, by default the values of the first rank's module. `memory` says where masters and moments
+    lie, by default on the device."""
     group_keys, trained = grouped_parameters(module, settings)
     for patterns, _ in recipe.moment_exceptions:
         names_matching(patterns, trained, "precision.exceptions: no trainable parameter's name matches {!r}")
@@ -59,6 +60,8 @@ def build_sharded_optimizer(
             continue
         is_split = name in specs and specs[name].local_shape != parameter.shape
         parameter.data = parameter.new_empty(specs[name].local_shape) if is_split else parameter.data.contiguous()
+    dtype = getattr(torch, recipe.master)
+    states = make_states(memory or MemorySettings(), dtype, group.device, moments=settings.moment_kinds)
     engines = make_data_parallel_engines(
         module, plan.groups, recipe, group=group, settings=communication, states=states
     )
