@@ -1,6 +1,10 @@
 """An optimizer whose states lie on the host trains to the bits of one whose states lie on the device."""
 
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,11 @@ from motet.memory.tiers.optimizer_states import FileStates
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import HostLinkBytes, host_link_bytes, state_files
-from motet.train.build import build_components, precision_context
+from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
+from motet.train.memory_check.step_prediction import memory_need
 from ranks import Ranks
-from train.runs import small_job
+from train.runs import run_job, same_bits, saved_tensors, small_job
 
 STEPS = 6
 
@@ -42,6 +47,8 @@ def trained(group: RankGroup, job: Job) -> Trained:
         states: Any = optimizer._states
         sent = [states.sent_to_host, states.sent_to_device] if states else []
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
+        if states and not job.precision.moment_dtype:
+            check_bytes_of_the_host(parts, job, group.rank)
         moved, files = [0, 0], 0
         if isinstance(states, FileStates):
             moved = [*states.moved_bytes]
@@ -58,35 +65,55 @@ def trained(group: RankGroup, job: Job) -> Trained:
         return results, tensors, sent, planned, moved, files
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> None:
+    """The bytes on the host are those of the prediction: masters and moments, unless they are in files, and gradients."""
+    engine = parts.engine
+    need = memory_need(engine.plan, job.precision.resolved, job.optimizer, rank=rank, place="host")
+    state = engine.optimizer.state_by_kind()
+    kept = sum(shard.values.nbytes for kind in state for shard in state[kind].values() if shard.shape)
+    gradients = sum(
+        sent.nbytes for each in engine.optimizer.sharded_parameters.engines for sent in each._sent_gradients
+    )
+    padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host")
+    assert need["gradients that were sent"] == gradients > 0
+    assert 0 <= padding <= 0.01 * kept  # Buckets have padding
+
+
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
+CASES: list[tuple[str, list[str]]] = [
+    ("zero=0", []),
+    ("dp=2 zero=0", ["precision.recipe=bf16"]),
+    ("dp=2 zero=1", []),
+    ("dp=3 zero=2 microbatches=2", ["precision.recipe=bf16"]),
+    ("dp=2 zero=3 microbatches=2", ["precision.recipe=fp32"]),
+    ("dp=2 zero=3", ["precision.recipe=bf16"]),
+    ("tp=2", ["precision.recipe=bf16"]),
+    ("dp=1 pp=2 microbatches=2", ["precision.recipe=fp32"]),
+    ("pp=2 chunks=2 schedule=zb-v microbatches=4", ["model.layers=4", "precision.recipe=bf16"]),
+    ("dp=2 zero=1", ["precision.recipe=fp16", "precision.loss_scale_initial=4194304"]),
+    ("dp=2 zero=2", ["run.reproducible=layout"]),
+    ("dp=2 zero=1", ["precision.moment_dtype=bfloat16", "precision.recipe=bf16"]),
+    ("dp=2 zero=1", ["optimizer.name=sgd", "optimizer.momentum=0.9"]),
+    ("dp=2 zero=2", ["memory.recompute=full", "precision.recipe=bf16"]),
+]
+QUICK = [("host", 0), ("host", 3), ("host", 8), ("host", 9), ("disk", 1), ("disk", 4), ("disk", 9)]
+
+
 @pytest.mark.parametrize(
-    ("layout", "settings"),
+    ("layout", "settings", "place"),
     [
-        ("zero=0", []),
-        ("dp=2 zero=0", ["precision.recipe=bf16"]),
-        ("dp=2 zero=1", []),
-        ("dp=3 zero=2 microbatches=2", ["precision.recipe=bf16"]),
-        ("dp=2 zero=3 microbatches=2", ["precision.recipe=fp32"]),
-        ("dp=2 zero=3", ["precision.recipe=bf16"]),
-        ("tp=2", ["precision.recipe=bf16"]),
-        ("dp=1 pp=2 microbatches=2", ["precision.recipe=fp32"]),
-        ("pp=2 chunks=2 schedule=zb-v microbatches=4", ["model.layers=4", "precision.recipe=bf16"]),
-        ("dp=2 zero=1", ["precision.recipe=fp16", "precision.loss_scale_initial=4194304"]),
-        ("dp=2 zero=2", ["run.reproducible=layout"]),
-        ("dp=2 zero=1", ["precision.moment_dtype=bfloat16", "precision.recipe=bf16"]),
-        ("dp=2 zero=1", ["optimizer.name=sgd", "optimizer.momentum=0.9"]),
-        ("dp=2 zero=2", ["memory.recompute=full", "precision.recipe=bf16"]),
+        pytest.param(*case, place, marks=() if (place, index) in QUICK else pytest.mark.proof)
+        for index, case in enumerate(CASES)
+        for place in ("host", "disk")
+        if place == "host" or not any("moment_dtype" in word for word in case[1])
     ],
 )
 def test_states_elsewhere_have_the_bits_of_the_device(
     ranks: Ranks, tmp_path: Path, layout: str, settings: list[str], place: str
 ) -> None:
-    if place == "disk" and any("moment_dtype" in each for each in settings):
-        return
     words = [f"layout.{word}" for word in layout.split()]
     jobs = [
         small_job(tmp_path, "optimizer.clip_norm=0.05", *words, *settings, f"memory.optimizer={each}", *more)
@@ -102,8 +129,72 @@ def test_states_elsewhere_have_the_bits_of_the_device(
     ):
         assert repr(results) == repr(other_results)  # A norm may be NaN
         assert tensors.keys() == other_tensors.keys()
-        assert [name for name in tensors if not same_bits(tensors[name], other_tensors[name])] == []
+        assert [name for name in tensors if not has_same_bits(tensors[name], other_tensors[name])] == []
         updates = sum(is_finite for *_, is_finite in results)
         assert sent == [STEPS * planned.to_host, updates * planned.to_device]
         assert planned.to_host > 0 and updates
         assert moved == [updates * files, updates * files] and bool(files) == (place == "disk")
+
+
+@pytest.mark.parametrize(("first", "second"), [("host", "disk"), ("disk", "device"), ("device", "host")])
+def test_a_run_goes_on_in_another_place(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
+    def job_in(place: str, steps: int) -> Job:
+        folder = [f"memory.folder={tmp_path}"] * (place == "disk")
+        settings = [
+            "precision.recipe=bf16",
+            "layout.zero=1",
+            "checkpoint.every=1000",
+            "optimizer.schedule.kind=constant",
+        ]
+        return small_job(tmp_path, *settings, f"memory.optimizer={place}", f"run.steps={steps}", *folder)
+
+    for folder, runs in (("whole", [("device", 6)]), ("run", [(first, 3), (second, 6)])):
+        (tmp_path / folder).mkdir()
+        for place, steps in runs:
+            ranks.run_places(2, run_job, job_in(place, steps), tmp_path / folder, timeout_s=120)
+    assert same_bits(saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "run"))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("motet-state")]
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def memory_cgroup(tmp_path: Path) -> Iterator[Path]:
+    """A memory cgroup of version 1, which root can make."""
+    group = CGROUPS / f"motet-test-{tmp_path.name}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    for _ in range(50):
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+@pytest.mark.proof
+def test_files_fit_where_the_host_is_too_small(tmp_path: Path, memory_cgroup: Path) -> None:
+    """A process limit that holds the state in files and not in memory."""
+    (memory_cgroup / "memory.limit_in_bytes").write_text(f"{1000 << 20}")
+
+    def train(*words: str) -> subprocess.CompletedProcess[str]:
+        settings = [*words, "memory.device_limit=400MiB", "run.steps=3", "run.threads=1", "monitor.tensorboard=false"]
+        command = [
+            sys.executable,
+            "-m",
+            "motet",
+            "train",
+            "offload-demo",
+            *settings,
+            f"run.folder={tmp_path / words[0]}",
+        ]
+        enter = f'echo $$ > {memory_cgroup}/cgroup.procs; exec "$@"'
+        return subprocess.run(["bash", "-c", enter, "bash", *command], capture_output=True, text=True, check=False)
+
+    on_host, on_disk = train("memory.optimizer=host"), train("memory.optimizer=disk", f"memory.folder={tmp_path}")
+    assert on_host.returncode == 3 and "SIGKILL" in on_host.stderr, on_host.stderr[-500:]
+    assert on_disk.returncode == 0, on_disk.stderr[-500:]

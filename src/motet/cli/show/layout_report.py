@@ -31,12 +31,12 @@ from motet.parallel.roles_of_tensors import TensorRole, tensor_roles
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
-from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step, state_files
+from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step
 from motet.parallel.sync_groups import pipeline_groups
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import describe_repeated_work, repeated_work, split_warnings, step_plan_of_split_job
 from motet.train.launch.preflight import check_job
-from motet.train.memory_check.step_prediction import memory_need
+from motet.train.memory_check.step_prediction import bytes_elsewhere
 
 _HEADER = ("tensor", "count", "shape", "split", "on a rank", "gradient summed over", "reason")
 
@@ -344,14 +344,14 @@ def _bytes_by_place(job: Job, plan: StepPlan, *, rank: int) -> dict[str, Any]:
     """The bytes that a rank keeps on its device, on its host and on disk, and the bytes that move in a step."""
     recipe, optimizer = job.precision.resolved, job.optimizer
     state = model_state_memory(plan, recipe, moments_per_parameter=optimizer.moments_per_parameter, rank=rank)
-    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host").values())
-    files = state_files(plan, recipe, moment_kinds=optimizer.moment_kinds, rank=rank)
-    disk = sum(layout.update_bytes for layout in files) if plan.states == "disk" else 0
-    link = host_link_bytes(plan, recipe, rank=rank)
+    elsewhere, link = (
+        bytes_elsewhere(plan, recipe, optimizer, rank=rank),
+        host_link_bytes(plan, recipe, rank=rank),
+    )
     return {
         "state_bytes": state.in_place("device", plan.states).total,
-        "host_bytes": host + (sum(layout.memory_bytes for layout in files) if disk else 0),
-        "disk_bytes": disk,
+        "host_bytes": elsewhere["host"],
+        "disk_bytes": elsewhere["disk"],
         "sent_to_host": link.to_host,
         "sent_to_device": link.to_device,
     }

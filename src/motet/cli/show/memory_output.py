@@ -138,6 +138,10 @@ class _ShownMemory:
             yield f"Peaks by rank: {', '.join(_peaks_by_rank(self.memories))}."
         phase = memory.shown.phase_at(memory.shown.peak_moment)
         yield f"The peak of rank {memory.rank} is {format_bytes(max(peaks))}{f', in {phase}' * bool(phase)}."
+        if any(memory.elsewhere.values()):
+            host, disk = (format_bytes(memory.elsewhere[place]) for place in ("host", "disk"))
+            files = f", and {disk} in files" * bool(memory.elsewhere["disk"])
+            yield f"Its host is predicted to keep {host} for the optimizer{files}."
         for name, size in self.lines_at.items():
             left, text = size - max(peaks), f"the {name} of {format_bytes(size)}"
             is_within = f"That is within {text}, of which {format_bytes(left)} are left."
@@ -148,6 +152,7 @@ def _rank_report(memory: StepMemory) -> dict[str, Any]:
     timelines = {"measured": memory.measured, "predicted": memory.predicted}
     return {
         "rank": memory.rank,
+        "elsewhere": memory.elsewhere,
         "comparison": [vars(each) | {"difference": each.difference} for each in memory.comparisons()],
         **{name: timeline and _timeline_report(timeline) for name, timeline in timelines.items()},
     }

@@ -29,8 +29,16 @@ DataParallelEngine = BucketedDataParallel | FSDP2DataParallel
 class CompositeDataParallel:
     """The engines of a rank, in the order of the plan: every rank starts their collectives in this order."""
 
-    def __init__(self, engines: Sequence[DataParallelEngine], rank: int, *, no_elements: Tensor) -> None:
-        self.engines, self.no_elements = tuple(engines), no_elements  # An empty tensor like the masters
+    def __init__(
+        self,
+        engines: Sequence[DataParallelEngine],
+        rank: int,
+        *,
+        no_elements: Tensor,
+        states: HostStates | None = None,
+    ) -> None:
+        """`no_elements` is an empty tensor of the device, like the masters; `states` has masters of the host."""
+        self.engines, self.no_elements, self._states = tuple(engines), no_elements, states
         # Fetches updates that other processes do, such as servers.
         self.fetch_updates: Callable[[], None] = lambda: None
         counted_names = [engine.plan.counted_names(rank) for engine in engines]
@@ -44,6 +52,8 @@ class CompositeDataParallel:
     @property
     def local_masters(self) -> list[Tensor]:
         """The master parameters that this rank updates."""
+        if self._states is not None:
+            self._states.refresh()
         return [master for engine in self.engines for master in engine.local_masters]
 
     def set_optimizer(self, update_masters: MasterUpdate) -> None:
@@ -171,7 +181,7 @@ def make_data_parallel_engines(
             kind: dict[str, Any] = {"recipe": recipe, "mesh": mesh, "settings": settings, "states": states}
             engines.append(make_engine(module, parameters, plan, **kind))
     no_elements = torch.zeros(0, dtype=getattr(torch, recipe.master), device=group.device)
-    return CompositeDataParallel(engines, group.rank, no_elements=no_elements)
+    return CompositeDataParallel(engines, group.rank, no_elements=no_elements, states=states)
 
 
 def _meshes(

@@ -25,6 +25,11 @@ def planned_step(
     recipe, data, row = job.precision.resolved, job.data, batch_shape(job, 1)
     if isinstance(job.model, UserModuleSettings) and not isinstance(model, ModelSpec):
         job.model.check_layers_are_known()
+    if job.memory.optimizer != "device":
+        raise InputError(
+            f"memory.optimizer = {job.memory.optimizer!r} cannot be planned yet: the planner knows steps whose states "
+            "lie on the device; leave it out"
+        )
     return PlannedStep(
         model or known_model(job),
         row.length,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 
 from motet.core.errors import InputError, check_input
@@ -14,7 +15,13 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, with_overrides
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
-from motet.train.memory_check.step_prediction import StepMemory, knows_activations, model_spec, predict_timeline
+from motet.train.memory_check.step_prediction import (
+    StepMemory,
+    bytes_elsewhere,
+    knows_activations,
+    model_spec,
+    predict_timeline,
+)
 
 MAX_PREDICTED_RANKS = 64
 
@@ -33,7 +40,8 @@ def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
     parts, is_exact = layout.dims.size(TENSOR_DIMENSION), knows_activations(job)
     # Tensor-parallel ranks, which are neighbours, keep the same numbers of bytes.
     timelines = {part: predict_timeline(job, plan, layout, rank=part) for part in {rank // parts for rank in ranks}}
-    return [StepMemory(rank, None, timelines[rank // parts], is_exact) for rank in ranks]
+    places = partial(bytes_elsewhere, plan, job.precision.resolved, job.optimizer)
+    return [StepMemory(rank, None, timelines[rank // parts], is_exact, places(rank=rank // parts)) for rank in ranks]
 
 
 def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:

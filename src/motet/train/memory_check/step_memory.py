@@ -28,7 +28,12 @@ from motet.train.engine import StepStats, TrainingEngine
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
-from motet.train.memory_check.step_prediction import StepMemory, knows_activations, predict_timeline
+from motet.train.memory_check.step_prediction import (
+    StepMemory,
+    bytes_elsewhere,
+    knows_activations,
+    predict_timeline,
+)
 
 StateTensors = Sequence[tuple[Category, Sequence[Tensor]]]
 
@@ -74,7 +79,8 @@ def compare_with_prediction(
     recomputation, rank = engine.recomputation.recomputation, engine.step_group.rank
     policies = tuple(recomputation.policies) if recomputation else ()
     predicted = predict_timeline(job, engine.plan, layout, rank=rank, policies=policies, is_packed=is_packed)
-    return StepMemory(engine.group.rank, timeline, predicted, knows_activations(job))
+    elsewhere = bytes_elsewhere(engine.plan, job.precision.resolved, job.optimizer, rank=rank)
+    return StepMemory(engine.group.rank, timeline, predicted, knows_activations(job), elsewhere)
 
 
 def names_of_blocks(module: nn.Module) -> dict[nn.Module, str]:

@@ -19,6 +19,7 @@ from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.policy_choice import Place, fixed_policies
+from motet.memory.tiers.file_layout import FileLayout
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
@@ -31,7 +32,7 @@ from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.stage_memory import GradientStorage, MomentBytes, StagePeaks, stage_peaks, sums_of_others
-from motet.parallel.step_plan.traffic import host_link_bytes
+from motet.parallel.step_plan.traffic import host_link_bytes, state_files
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.job import Job, computed_shape
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -58,6 +59,18 @@ def memory_need(
         "compression errors": state.compression_errors,
         "gathered and unreduced tensors": peak_transient_bytes(plan, recipe, rank=rank),
     }
+
+
+def bytes_elsewhere(
+    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int
+) -> dict[Place, int]:
+    """The bytes that a rank keeps on its host, buffers of files included, and on disk."""
+    files: tuple[FileLayout, ...] = ()
+    if plan.states == "disk":
+        files = state_files(plan, recipe, moment_kinds=optimizer.moment_kinds, rank=rank)
+    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host").values())
+    buffers = sum(layout.memory_bytes for layout in files)
+    return {"host": host + buffers, "disk": sum(layout.update_bytes for layout in files)}
 
 
 def _need_in_places(
@@ -179,6 +192,7 @@ class StepMemory:
     measured: MemoryTimeline | None
     predicted: MemoryTimeline
     has_exact_activations: bool  # Predicted saved activations are exact
+    elsewhere: Mapping[Place, int] = field(default_factory=dict)  # Predicted bytes on the host and on disk
 
     @property
     def shown(self) -> MemoryTimeline:
@@ -204,12 +218,13 @@ class StepMemory:
     def as_json(self) -> dict[str, Any]:
         measured = self.measured and self.measured.as_json()
         timelines = {"measured": measured, "predicted": self.predicted.as_json()}
-        return {"rank": self.rank, **timelines} | {"has_exact_activations": self.has_exact_activations}
+        more = {"has_exact_activations": self.has_exact_activations, "elsewhere": self.elsewhere}
+        return {"rank": self.rank, **timelines, **more}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StepMemory":
         measured, predicted = (values[name] and MemoryTimeline.from_json(values[name]) for name in _TIMELINES)
-        return cls(values["rank"], measured, predicted, values["has_exact_activations"])
+        return cls(values["rank"], measured, predicted, values["has_exact_activations"], values["elsewhere"])
 
 
 @dataclass(frozen=True)
