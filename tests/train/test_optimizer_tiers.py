@@ -66,14 +66,12 @@ def trained(group: RankGroup, job: Job) -> Trained:
 
 
 def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> None:
-    """The bytes on the host are those of the prediction: masters and moments, unless they are in files, and gradients."""
+    """The bytes on the host are predicted: masters and moments, unless they are in files, and gradients."""
     engine = parts.engine
     need = memory_need(engine.plan, job.precision.resolved, job.optimizer, rank=rank, place="host")
-    state = engine.optimizer.state_by_kind()
+    state, engines = engine.optimizer.state_by_kind(), engine.optimizer.sharded_parameters.engines
     kept = sum(shard.values.nbytes for kind in state for shard in state[kind].values() if shard.shape)
-    gradients = sum(
-        sent.nbytes for each in engine.optimizer.sharded_parameters.engines for sent in each._sent_gradients
-    )
+    gradients = sum(sent.nbytes for each in engines for sent in each._sent_gradients)
     padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host")
     assert need["gradients that were sent"] == gradients > 0
     assert 0 <= padding <= 0.01 * kept  # Buckets have padding
