@@ -88,7 +88,7 @@ def agree(ranks: Ranks, folder: Path, model: str, changes: list[str], cases: lis
     [
         ("decoder", [BATCH], BUCKETED[:7]),
         pytest.param("decoder", [BATCH], BUCKETED[7:], marks=pytest.mark.proof),
-        ("bert", [BATCH], [BUCKETED[9], BUCKETED[11]]),
+        pytest.param("bert", [BATCH], [BUCKETED[9], BUCKETED[11]], marks=pytest.mark.proof),
         pytest.param("adapters", [BATCH], [BUCKETED[1], BUCKETED[9]], marks=pytest.mark.proof),
         ("decoder", [BATCH], ROWS),
         ("t5", [], [(2, "zero=3")]),

@@ -74,6 +74,7 @@ def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     assert "its bits are not those of one device" in first.cause
 
 
+@pytest.mark.proof
 def test_in_float64_the_bits_alone_are_compared(ranks: Ranks) -> None:
     assert compared(ranks, "fp64", "dp=3 zero=1", no_fault, *UNEVEN) == (None, None)
     _, first = compared(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *UNEVEN)

@@ -32,7 +32,11 @@ def test_a_right_split_is_not_called_wrong(ranks: Ranks, sizes: tuple[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("activations", "first"), [(SHARDING.activations, "activation blocks.0.up,"), ((), "activation blocks.0.down,")]
+    ("activations", "first"),
+    [
+        (SHARDING.activations, "activation blocks.0.up,"),
+        pytest.param((), "activation blocks.0.down,", marks=pytest.mark.proof),
+    ],
 )
 def test_spans_that_two_ranks_swap_are_found(ranks: Ranks, activations: Any, first: str) -> None:
     swapped = SwappedColumns(SHARDING.rules, SHARDING.boundary_comms, activations=activations)

@@ -55,7 +55,7 @@ def faults_in_turn(group: RankGroup, job: Job, on: int) -> dict[str, list[tuple[
     return {name: [each.violations for each in watched(group, job, plant, on)[0]] for name, plant in plants.items()}
 
 
-QUICK = ("tp, stage 3", "secondary copies")
+QUICK = ("tp, stage 3",)
 
 
 @pytest.mark.parametrize("layout", [n if n in QUICK else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS])

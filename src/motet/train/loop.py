@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,9 +67,10 @@ def run_rank(
     )
     with process_group as group, precision_context(job, device):
         parts = build_components(job, group, folder)
-        resume_point = parts.state.restore_newest()  # It may refuse, so it comes before any event
-        with open_rank_monitor(job, parts, callbacks) as monitor:
-            return run_training(RunReport(job, parts, monitor), resume_point, stop)
+        with closing(parts.engine.optimizer):
+            resume_point = parts.state.restore_newest()  # It may refuse, so it comes before any event
+            with open_rank_monitor(job, parts, callbacks) as monitor:
+                return run_training(RunReport(job, parts, monitor), resume_point, stop)
 
 
 def run_training(

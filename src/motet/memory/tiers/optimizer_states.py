@@ -88,6 +88,9 @@ class HostStates:
         with host_memory(self.device):
             yield
 
+    def close(self) -> None:
+        """End the use of files; memory needs no end."""
+
     def refresh(self) -> None:
         """Let masters and moments, which are views of files, have the values of the last update, and be changed."""
 
@@ -127,6 +130,9 @@ class FileStates(HostStates):
         files, local = self._place_of_slice[index]
         ahead = [i for part, i in (self._place_of_slice[other] for other in following) if part is files]
         files.update(local, function, following=ahead)
+
+    def close(self) -> None:
+        self._stack.close()
 
     def refresh(self) -> None:
         for files in self._parts:

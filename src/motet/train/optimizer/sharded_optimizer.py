@@ -269,6 +269,11 @@ class ShardedOptimizer:
                 count.copy_(first_count)
         self.sharded_parameters.sync_parameters()
 
+    def close(self) -> None:
+        """Remove the files of states on disk, of which nothing is left."""
+        if self._states is not None:
+            self._states.close()
+
     def _step_count(self, master: Tensor) -> Tensor | None:
         return (self._compact.state[master] if self._compact else self._optimizer_state(master)).get("step")
 
