@@ -193,3 +193,14 @@ def test_tiny_on_the_command_line(tmp_path: Path, settings: list[str], least: in
     refused = train("refused", "memory.device_limit=64MiB")
     assert refused.returncode == 2 and not (tmp_path / "refused").exists()
     assert refused.stderr.startswith("motet: memory.device_limit = 67108864 (64 MiB) is less than")
+
+
+def test_a_rehearsal_refuses_a_limit_that_a_run_would_pass() -> None:
+    words = ["train", "tiny", "--rehearse", "--ranks", "4", "layout.zero=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "motet", *words, "memory.device_limit=100MiB"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "memory.device_limit = 104857600 (100 MiB) is less than the" in done.stderr

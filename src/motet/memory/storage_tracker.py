@@ -100,7 +100,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         _IN_THREAD.trackers.remove(self)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def start(self) -> None:
         self.__enter__()

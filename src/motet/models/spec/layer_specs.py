@@ -377,3 +377,22 @@ class BlockSpec:
     def saved_bytes(self, shape: MicroBatchShape, dtype: str, policy: BlockPolicy = "none") -> int:
         """Saved activations of one block when the compute dtype is `dtype`."""
         return sum(tensor.bytes(shape, dtype) for tensor in self.saved(policy))
+
+
+class SameBlock:
+    """A block in a cache: its layer, whose tensors are many, is compared by identity; its repetitions do not count."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: BlockSpec) -> None:
+        """The key keeps the layer alive, so that no other layer has its identity."""
+        self.block = block
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameBlock) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[object, ...]:
+        return id(self.block.layer), self.block.input

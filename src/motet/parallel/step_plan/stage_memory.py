@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from motet.core.units import DTYPE_BYTES
 from motet.models.spec.kernel_memory import BackwardMoment, backward_moments, forward_workspace, recomputed_bytes
-from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape, SameBlock
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_buckets
 from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, sharded_states
@@ -419,7 +419,8 @@ class StageBlocks:
         return tuple(runs)
 
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
-        return _bytes_of_block(_BlockKey(block, (self.shape, self.dtype, policy, self.splits_vocabulary)))
+        how: dict[str, Any] = {"policy": policy, "splits_vocabulary": self.splits_vocabulary}
+        return _bytes_of_block(SameBlock(block), self.shape, self.dtype, **how)
 
     def _forward(self, sums: _FlatSums, received: int) -> Iterator[MomentBytes]:
         saved = self._arguments
@@ -460,27 +461,11 @@ class StageBlocks:
         return sum(tensor.bytes(self.shape, self.dtype) for tensor in saved if tensor.kernel == "fused head")
 
 
-class _BlockKey:
-    """A block in a cache: its layer is compared by identity, since all of its tensors are many."""
-
-    __slots__ = ("block", "rest")
-
-    def __init__(self, block: BlockSpec, rest: tuple[MicroBatchShape, str, BlockPolicy, bool]) -> None:
-        self.block, self.rest = block, rest  # The key keeps the layer alive, so that no other has its identity
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BlockKey) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
-    def _values(self) -> tuple[object, ...]:
-        return id(self.block.layer), self.block.input, self.rest
-
-
 @lru_cache(maxsize=1 << 13)
-def _bytes_of_block(key: _BlockKey) -> BlockBytes:
-    block, (shape, dtype, policy, splits_vocabulary) = key.block, key.rest
+def _bytes_of_block(
+    same: SameBlock, shape: MicroBatchShape, dtype: str, *, policy: BlockPolicy, splits_vocabulary: bool
+) -> BlockBytes:
+    block = same.block
     recomputed = recomputed_bytes(block, shape, dtype, policy=policy)
     saved = sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved)
     moments = tuple(backward_moments(block, shape, dtype))

@@ -22,6 +22,7 @@ from motet.models.spec.layer_specs import (
     BlockSpec,
     MatmulSpec,
     MicroBatchShape,
+    SameBlock,
     SavedActivation,
     SavedAttentionMatrix,
 )
@@ -168,7 +169,7 @@ class KernelTimes:
     def block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
         """The times of one block, which are computed once for all layouts in which it is the same."""
         kernels = SameObject(self.rates), SameObject(self.stack), self.compute, self.matmul, self.sequence_parts
-        return _times_of_block(_SameBlock(block), shape, recompute, kernels=kernels)
+        return _times_of_block(SameBlock(block), shape, recompute, kernels=kernels)
 
     def compute_block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
         """The times of one block."""
@@ -324,28 +325,11 @@ class KernelTimes:
         return logits * self.stack.bytes_per_logit / self.rates.memory_Bps
 
 
-class _SameBlock:
-    """A block in a cache: its layer is compared by identity, and its repetitions do not count."""
-
-    __slots__ = ("block",)
-
-    def __init__(self, block: BlockSpec) -> None:
-        self.block = block
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _SameBlock) or self.block.layer is not other.block.layer:
-            return False
-        return (self.block.input is None) == (other.block.input is None)
-
-    def __hash__(self) -> int:
-        return id(self.block.layer)
-
-
 _Kernels = tuple[SameObject[DeviceRates], SameObject[SoftwareStack], str, str, int]
 
 
 @lru_cache(maxsize=1 << 14)
-def _times_of_block(same: _SameBlock, shape: MicroBatchShape, recompute: Recompute, *, kernels: _Kernels) -> BlockTimes:
+def _times_of_block(same: SameBlock, shape: MicroBatchShape, recompute: Recompute, *, kernels: _Kernels) -> BlockTimes:
     rates, stack, compute, matmul, parts = kernels
     return KernelTimes(rates.value, stack.value, compute, matmul, parts).compute_block(same.block, shape, recompute)
 

@@ -52,6 +52,7 @@ from motet.train.build import build_job_engine, precision_context
 from motet.train.engine import TrainingEngine
 from motet.train.job import Job, batch_shape
 from motet.train.launch.preflight import check_classes, check_job, check_objective, check_vocabulary
+from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.memory_check.step_memory import compare_with_prediction, measure_timeline, names_of_blocks
 from motet.train.memory_check.step_prediction import StepMemory
 from motet.train.proposed_sharding import RandomBatches, sharding_of_model
@@ -292,6 +293,7 @@ def prepare_rehearsal(job: Job, ranks: int, recorder: PhaseRecorder) -> JobToReh
         check_input(ranks == job.run.ranks, f"{ranks} ranks, but run.ranks = {job.run.ranks}")
         _refuse_unsupported(job)
         layout = check_job(job, ranks)
+        check_device_limit(job, ranks)
         vocab_size, classes = find_data(job.data)
     with recorder.phase("model"):
         model = _build_on_meta(job)
