@@ -198,7 +198,4 @@ def test_tiny_on_the_command_line(tmp_path: Path, settings: list[str], least: in
 def test_a_rehearsal_refuses_a_limit_that_a_run_would_pass() -> None:
     words = ["train", "tiny", "--rehearse", "--ranks", "4", "layout.zero=2", "memory.device_limit=100MiB"]
     done = subprocess.run([sys.executable, "-m", "motet", *words], capture_output=True, text=True, check=False)
-        text=True,
-        check=False,
-    )
     assert done.returncode == 2 and "memory.device_limit = 104857600 (100 MiB) is less than the" in done.stderr
