@@ -181,7 +181,8 @@ class NumericsMonitor:
                 continue
             values, start = shards[name].values.reshape(-1), shards[name].start
             for _, local in plan.specs[name][rank].boxes(start, start + len(values)):
-                rows[index] += count_values(values[local.start - start : local.stop - start], self._formats)
+                counts = count_values(values[local.start - start : local.stop - start], self._formats)
+                rows[index] += counts.to(rows.device)  # Masters may lie on the host
         return rows
 
     def _counted_activations(self, activations: ActivationCounts) -> dict[NumericsKind, Tensor]:
