@@ -267,6 +267,21 @@ class KernelRatesSettings(FrozenSettings):
     """The time of kernels that stream activations while all cores compute, over that of a rank alone."""
 
 
+class HostSettings(FrozenSettings):
+    """The memory, processors and disk of one host, for steps whose optimizer states do not lie on the devices."""
+
+    memory_bytes: Annotated[DeviceMemorySetting, BeforeValidator(_bare_number_to_table)]
+    """The memory of a host, which its ranks share."""
+    link_Bps: BandwidthValue  # noqa: N815 - a unit
+    """The speed of the link between one device and the host, in one direction."""
+    update_Bps: BandwidthValue  # noqa: N815 - a unit
+    """Bytes of masters and moments that all cores of a host update together in a second."""
+    cores: Count
+    """Cores of a host."""
+    scratch_Bps: BandwidthValue | None = None  # noqa: N815 - a unit
+    """The speed of reads and writes together on the disk that keeps states; without it, states lie on no disk."""
+
+
 class ClusterSettings(FrozenSettings):
     """One cluster file."""
 
@@ -282,6 +297,8 @@ class ClusterSettings(FrozenSettings):
     """Needed where there are several hosts."""
     storage_Bps: BandwidthValue = BytesPerSecondSetting(value=1e9, origin="assumed")  # noqa: N815 - a unit
     """The bandwidth at which a host reads training data, while others do."""
+    host: HostSettings | None = None
+    """The memory and processors of a host; without it, states of the optimizer lie on the devices alone."""
     rates: KernelRatesSettings | None = None
     """Measured rates of kernels, for processors; without it, rates are shares of the table of devices."""
 

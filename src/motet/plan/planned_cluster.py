@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from motet.cluster.cluster import MAX_RANKS, Cluster, build_cluster, cluster_presets, device_of_cluster
-from motet.cluster.cluster_settings import ClusterSettings, KernelRatesSettings
+from motet.cluster.cluster_settings import ClusterSettings, HostSettings, KernelRatesSettings
 from motet.cluster.device_specs import UNKNOWN_GENERATION, DeviceSpec
 from motet.collectives.algorithms import build
 from motet.collectives.cost.alpha_beta import CollectiveCost, estimate_cost
@@ -224,6 +224,7 @@ class PlannedCluster:
     network: Cluster
     storage_Bps: float  # noqa: N815 - a unit; of a host
     measured: KernelRatesSettings | None = None  # Measured rates of processors
+    host: HostSettings | None = None
 
     @property
     def step_times(self) -> StepTimes:
@@ -231,7 +232,7 @@ class PlannedCluster:
         per_host = min(self.devices_per_host, self.devices)
         rates = rates_of(self.device) if self.measured is None else measured_rates(self.measured)
         costs = ProgramCosts(self.network) if self.is_processor else VendorCosts(self.fabric)
-        return StepTimes(rates, per_host, costs, self.storage_Bps)
+        return StepTimes(rates, per_host, costs, self.storage_Bps, self.host)
 
     @property
     def is_processor(self) -> bool:
@@ -288,7 +289,9 @@ def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> 
         _check_links(device, fabric)
     per_host = settings.devices_per_host
     storage_Bps = settings.storage_Bps.value  # noqa: N806 - a unit
-    return PlannedCluster(network.name, device, devices, per_host, fabric, network, storage_Bps, settings.rates)
+    return PlannedCluster(
+        network.name, device, devices, per_host, fabric, network, storage_Bps, settings.rates, settings.host
+    )
 
 
 def _grown_torus(settings: ClusterSettings, devices: int) -> ClusterSettings:

@@ -10,12 +10,19 @@ from itertools import pairwise
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from motet.core.errors import InputError, check_input
+from motet.memory.policy_choice import Place
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, LayerSpec, MatmulSpec, MicroBatchShape, ParameterSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.zero import StageAction, sharded_states, stage_actions, with_shards
+from motet.parallel.data_parallel.zero import (
+    StageAction,
+    sharded_states,
+    stage_actions,
+    with_shards,
+    with_transfers,
+)
 from motet.parallel.layout import Layout
 from motet.plan.frameworks import EXPERT_IMBALANCE, STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
@@ -74,6 +81,7 @@ class PlannedStep:
     masked_fraction: float | None = None  # Fraction of the tokens that an encoder predicts
     packed: bool = False  # Rows hold several documents, which do not see each other
     recompute: Recompute = "none"
+    states: Place = "device"  # Where masters and moments lie and are updated
     # Predicted times ignore compression.
     communication: CommunicationSettings = field(default_factory=CommunicationSettings)
 
@@ -96,8 +104,10 @@ class PlannedStep:
 
     @property
     def layout_text(self) -> str:
-        """The layout with its recomputation, as `layout_from_words` reads it."""
-        return f"{self.layout}{f' recompute={self.recompute}' * (self.recompute != 'none')}"
+        """The layout with its recomputation and the place of its states, as `layout_from_words` reads it."""
+        parts = {"recompute": (self.recompute, "none"), "optimizer": (self.states, "device")}
+        words = (f" {name}={value}" for name, (value, default) in parts.items() if value != default)
+        return f"{self.layout}{''.join(words)}"
 
     @property
     def rows(self) -> int:
@@ -159,7 +169,11 @@ class PlannedStep:
         layout = self.layout
         sharding = layout.sharding
         return _actions(
-            layout.zero, self.communication.overlap, sharding.sums_gradients, sharding.reshard_after_forward
+            layout.zero,
+            self.communication.overlap,
+            sharding.sums_gradients,
+            sharding.reshard_after_forward,
+            self.states != "device",
         )
 
     @property
@@ -185,10 +199,9 @@ _RankDegrees = tuple[int, bool, int, int]  # tp, sp, ep, expert_tp
 
 @lru_cache(maxsize=256)
 def _actions(zero: int, overlap: str, *others: bool) -> tuple[tuple[StageAction, bool], ...]:
-    reduces_once, gathers_again = others
-    return tuple(
-        with_shards(stage_actions(zero, overlap=overlap, reduces_once=reduces_once, gathers_again=gathers_again))
-    )
+    reduces_once, gathers_again, is_off_device = others
+    actions = stage_actions(zero, overlap=overlap, reduces_once=reduces_once, gathers_again=gathers_again)
+    return tuple(with_shards(with_transfers(actions) if is_off_device else actions))
 
 
 @lru_cache(maxsize=256)

@@ -273,5 +273,5 @@ def parameter_state_bytes(
     compute, master, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.compute, recipe.master, recipe.reduce))
     moments = moments_per_parameter * bytes_per_element(recipe.state)
     if storage == "rows":
-        return ParameterStateBytes(0, master, master, moments)
+        return ParameterStateBytes(master if separate_masters else 0, master, master, moments)
     return ParameterStateBytes(compute, reduce, master if separate_masters or keeps_masters(recipe) else 0, moments)

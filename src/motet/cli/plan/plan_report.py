@@ -20,7 +20,7 @@ from motet.monitor.stdout_stderr import print_json
 from motet.parallel.layout import Layout, layout_of_sizes, parse_layout
 from motet.plan.frameworks import STACKS
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster, product_peak
-from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
+from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
 from motet.plan.search.layout_space import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedKind, RankedPlan, Ranking, Refusal, RejectedPlan
 from motet.plan.validation.expected_errors import errors_on_device
@@ -73,7 +73,8 @@ def plan_layouts(request: PlanRequest) -> None:
     cluster = load_planned_cluster(request.cluster, request.gpus)
     model, stack = planned_model(job, request.model), stack_on(cluster, request.stack)
     step = planned_step(job, layout_of_sizes(), model=model, stack=stack, matmul=request.matmul)
-    ranking = LayoutRanking(step, cluster, headroom=parse_headroom(request.headroom))
+    tries_tiers = "optimizer" not in job.memory.model_fields_set
+    ranking = LayoutRanking(step, cluster, headroom=parse_headroom(request.headroom), tries_tiers=tries_tiers)
     refusal = TrainingRefusals(job)
     if request.compared:
         _compare(request, job, (step, cluster, ranking))
@@ -133,7 +134,12 @@ def _write_job(path: Path, job: Job, step: PlannedStep) -> None:
         step.recompute in POLICY_OF_BLOCKS,
         f"--write: recompute = {step.recompute!r} belongs to other frameworks; leave --stack out",
     )
-    memory = job.memory.model_copy(update={"recompute": step.recompute})
+    check_input(
+        step.states != "disk" or job.memory.folder is not None,
+        f"--write: the layout '{step.layout_text}' keeps states on disk, and the job names no folder for them; add "
+        "memory.optimizer=disk memory.folder=FOLDER",
+    )
+    memory = job.memory.model_copy(update={"recompute": step.recompute, "optimizer": step.states})
     settings = parse_layout(str(step.layout))
     tree = job_to_tree(job.model_copy(update={"layout": settings, "memory": memory}))
     tree["run"] = {**tree.get("run", {}), "ranks": step.layout.ranks}
@@ -201,21 +207,21 @@ class TrainingRefusals:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job, self._known = job, dict[tuple[str, str], str | None]()
+        self._job, self._known = job, dict[tuple[str, str, str], str | None]()
 
     def __call__(self, step: PlannedStep) -> str | None:
         """The refusal of a layout, or None."""
         layout = step.layout.with_sharding(microbatches=2 * step.layout.pp)
         layout = replace(layout, schedule="1f1b", chunks=1, stages=())
-        key = str(layout), step.recompute
+        key = str(layout), step.recompute, step.states
         if key not in self._known:
-            self._known[key] = self._checked(layout, step.recompute)
+            self._known[key] = self._checked(layout, step)
         return self._known[key]
 
-    def _checked(self, layout: Layout, recompute: Recompute) -> str | None:
-        if recompute not in POLICY_OF_BLOCKS:
-            return f"recompute = {recompute!r} belongs to other frameworks"
-        memory = self._job.memory.model_copy(update={"recompute": recompute})
+    def _checked(self, layout: Layout, step: PlannedStep) -> str | None:
+        if step.recompute not in POLICY_OF_BLOCKS:
+            return f"recompute = {step.recompute!r} belongs to other frameworks"
+        memory = self._job.memory.model_copy(update={"recompute": step.recompute, "optimizer": step.states})
         data = self._job.data.model_copy(update={"batch_sequences": layout.dp * layout.microbatches})
         try:
             parts = {"layout": parse_layout(str(layout)), "memory": memory, "data": data}

@@ -90,12 +90,12 @@ def _untrained_bytes(plan: StepPlan, recipe: PrecisionRecipe, rank: int) -> int:
 def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int) -> ModelStateMemory:
     is_in_rows = isinstance(unit.contents, FSDPUnit)
     is_on_host = any(action.kind == "to_host" for action in unit.schedule)
-    separate_masters = is_on_host or any(action.codec for action in unit.schedule if action.tensor == "parameters")
+    is_compressed = any(action.codec for action in unit.schedule if action.tensor == "parameters")
     each = parameter_state_bytes(
         recipe,
         moments_per_parameter,
         storage="rows" if is_in_rows else "buckets",
-        separate_masters=separate_masters,
+        separate_masters=is_on_host or (is_compressed and not is_in_rows),
     )
     shard, updated = unit.updated_shard(rank), unit.updated_numel(rank)
     sums = [action for action in unit.schedule if action.tensor == "gradients"]
@@ -105,9 +105,8 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
         rows, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
         state = state_of_shards(each, rows, rows, sharded=ShardedStates(True, True, True))
         state = replace(state, parameters=state.parameters + frozen * DTYPE_BYTES[recipe.compute])
-        if is_on_host:  # The rows of the device are copies; without padding, which FSDP2 adds to them
-            rows = state.parameters + state.masters
-            state = replace(state, parameters=rows, masters=updated * DTYPE_BYTES[recipe.master])
+        if is_on_host:  # Without the padding that FSDP2 adds to the rows of the device
+            state = replace(state, masters=updated * DTYPE_BYTES[recipe.master])
     else:
         keeps_shard = any(action.moment == "microbatch" for action in unit.schedule)
         sharded = ShardedStates(False, keeps_shard, optimizer_states=True)

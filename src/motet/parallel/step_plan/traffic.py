@@ -94,25 +94,35 @@ def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> Ho
     for group in plan.groups:
         if (position := group.position(rank)) is None:
             continue
-        is_in_rows = group.group.unit_kind == "rows"
-        widths = [DTYPE_BYTES[recipe.master if is_in_rows else dtype] for dtype in (recipe.reduce, recipe.compute)]
+        each = host_link_bytes_per_element(recipe, is_in_rows=group.group.unit_kind == "rows")
         for unit in group.units:
             kinds, numel = [action.kind for action in unit.schedule], unit.updated_numel(position)
-            down += kinds.count("to_host") * widths[0] * numel
-            up += kinds.count("to_device") * widths[1] * numel
+            down += kinds.count("to_host") * each.to_host * numel
+            up += kinds.count("to_device") * each.to_device * numel
     return HostLinkBytes(down, up)
+
+
+def host_link_bytes_per_element(recipe: PrecisionRecipe, *, is_in_rows: bool) -> HostLinkBytes:
+    """The bytes of one element that a rank updates."""
+    dtypes = (recipe.master, recipe.master) if is_in_rows else (recipe.reduce, recipe.compute)
+    return HostLinkBytes(*(DTYPE_BYTES[dtype] for dtype in dtypes))
 
 
 def state_files(
     plan: StepPlan, recipe: PrecisionRecipe, *, moment_kinds: Sequence[str], rank: int
 ) -> tuple[FileLayout, ...]:
     """The files of the states of a rank, one layout for each sync group; a step reads and writes each of them once."""
-    width, layouts = DTYPE_BYTES[recipe.master], list[FileLayout]()
+    layouts = list[FileLayout]()
     for group in plan.groups:
         if (position := group.position(rank)) is not None:
             lengths = [length for unit in group.units for length in unit.slice_lengths(position)]
-            layouts.append(FileLayout(dict.fromkeys(("master", *moment_kinds), width), tuple(lengths or [0])))
+            layouts.append(state_file_layout(recipe, moment_kinds, lengths))
     return tuple(layouts)
+
+
+def state_file_layout(recipe: PrecisionRecipe, moment_kinds: Sequence[str], lengths: Sequence[int]) -> FileLayout:
+    """The files of slices with these numbers of elements."""
+    return FileLayout(dict.fromkeys(("master", *moment_kinds), DTYPE_BYTES[recipe.master]), tuple(lengths or [0]))
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ The memory of the ranks of a planned step by category, and whether a device has 
 memory of the process that other tools see.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from motet.core.units import DTYPE_BYTES, format_bytes
+from motet.memory.policy_choice import Place
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import ShardedStates, sharded_states
@@ -31,6 +33,7 @@ from motet.parallel.step_plan.stage_memory import (
     busy_moments,
     largest_moment,
 )
+from motet.parallel.step_plan.traffic import host_link_bytes_per_element, state_file_layout
 from motet.plan.frameworks import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.framework_stage import FrameworkStage
 from motet.plan.planned_step import (
@@ -49,6 +52,8 @@ _CONTIGUOUS = (*_STATES, "gathered parameters", "flat copies")
 # The least share of the gaps between tensors: before an allocator fails it gives back the blocks that hold no tensor.
 # Assumed, after 14 published runs of llm-foundry that fit and would not with all gaps.
 _KEPT_GAPS = 0.5
+# The system, the processes of the ranks and the page cache need the rest. Assumed.
+_USABLE_HOST_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,29 @@ class RankMemory:
         return self.constants.context_bytes + self.communicators * self.constants.communicator_bytes
 
 
+PlaceBytes = Mapping[Place, Mapping[str, float]]
+"""Bytes of a rank by category, on its host and on disk."""
+
+
 @dataclass(frozen=True)
 class PlannedMemory:
     """The memory of one rank of each stage of a pipeline."""
 
     ranks: tuple[RankMemory, ...]
+    elsewhere: tuple[PlaceBytes, ...] = ()  # By rank of the pipeline, where states do not lie on the devices
+    ranks_per_stage: int = 1
+
+    def on_fullest_host(self, place: Place, devices_per_host: int) -> Mapping[str, float]:
+        """Bytes by category of all ranks of the fullest host in a place."""
+        together = min(self.ranks_per_stage, devices_per_host)
+        stages = max(1, devices_per_host // self.ranks_per_stage)  # On one host
+        hosts = list[Counter[str]]()
+        for first in range(0, len(self.elsewhere), stages):
+            total = Counter[str]()
+            for rank in self.elsewhere[first : first + stages]:
+                total.update({name: round(together * size) for name, size in rank.get(place, {}).items()})
+            hosts.append(total)
+        return dict(max(hosts, key=Counter.total, default=Counter()))
 
     @property
     def worst(self) -> RankMemory:
@@ -109,7 +132,7 @@ class PlannedMemory:
 
     def on_device(self, usable_bytes: float) -> "PlannedMemory":
         """The memory on devices whose allocators give back free blocks before they fail."""
-        return PlannedMemory(tuple(rank.on_device(usable_bytes) for rank in self.ranks))
+        return replace(self, ranks=tuple(rank.on_device(usable_bytes) for rank in self.ranks))
 
 
 def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
@@ -122,6 +145,21 @@ def fits(memory: PlannedMemory, usable_bytes: float) -> str | None:
     parts = f"activations {format_bytes(activations)} + states {format_bytes(worst.state)}"
     parts += f" + buffers {format_bytes(other)}"
     return f"stage {worst.pipeline_rank}: {parts} > {format_bytes(usable_bytes)}"
+
+
+def host_problem(
+    memory: PlannedMemory, host_bytes: float, devices_per_host: int, *, shares_with_devices: bool
+) -> tuple[str | None, float]:
+    """Why the ranks of a host need more than its memory, or None, and the bytes that are missing. Processors have the
+    tensors of their devices there, too."""
+    needed = sum(memory.on_fullest_host("host", devices_per_host).values())
+    if shares_with_devices:
+        needed += min(devices_per_host, memory.ranks_per_stage * len(memory.elsewhere)) * memory.worst.outside
+    usable = _USABLE_HOST_MEMORY * host_bytes
+    if needed <= usable:
+        return None, 0.0
+    ranks = f"the {devices_per_host} ranks of a host" if devices_per_host > 1 else "the rank of a host"
+    return f"{ranks}: {format_bytes(needed)} of its memory > {format_bytes(usable)}", needed - usable
 
 
 # Least part of the model's saved sizes that any framework saves, by its definition.
@@ -137,9 +175,10 @@ def estimate_memory(step: PlannedStep, *, only_fullest: bool = False) -> Planned
     splits = (layout.dp * layout.cp, layout.tp, layout.cp, layout.pp, layout.ep)
     communicators = 1 + sum(ranks > 1 for ranks in splits)  # One for all ranks, one for each dimension
     chosen = estimate.fullest_ranks() if only_fullest else range(layout.pp)
-    return PlannedMemory(
-        tuple(RankMemory(rank, estimate.rank(rank), estimate.constants, communicators) for rank in chosen)
-    )
+    ranks = tuple(RankMemory(rank, estimate.rank(rank), estimate.constants, communicators) for rank in chosen)
+    if step.states == "device":
+        return PlannedMemory(ranks)
+    return PlannedMemory(ranks, tuple(map(estimate.elsewhere, range(layout.pp))), layout.ranks // layout.pp)
 
 
 def least_memory(step: PlannedStep) -> float:
@@ -152,11 +191,22 @@ def planned_state(step: PlannedStep, counts: ParameterCounts) -> ModelStateMemor
     A frozen parameter keeps only the value with which the rank computes."""
     layout, frozen = step.layout, (counts.frozen_dense, counts.frozen_experts)
     sharded = sharded_states(layout.zero, reduces_once=step.sums_gradients)
-    each = parameter_state_bytes(step.recipe, step.moments, storage="rows" if sharded.parameters else "buckets")
+    each = parameter_state_bytes(
+        step.recipe,
+        step.moments,
+        storage="rows" if sharded.parameters else "buckets",
+        separate_masters=step.states != "device",
+    )
     numel = _shard_numel(layout, counts.dense, counts.experts)
-    state = state_of_shards(each, counts.trained, numel, sharded=sharded)
+    state = state_of_shards(each, numel if sharded.parameters else counts.trained, numel, sharded=sharded)
     kept = _shard_numel(layout, *frozen) if sharded.parameters else sum(frozen)
     return replace(state, parameters=state.parameters + round(DTYPE_BYTES[step.recipe.compute] * kept))
+
+
+def updated_numel(step: PlannedStep, counts: ParameterCounts) -> float:
+    """Elements whose masters a rank updates."""
+    is_sharded = sharded_states(step.layout.zero).optimizer_states
+    return _shard_numel(step.layout, counts.dense, counts.experts) if is_sharded else counts.trained
 
 
 def _shard_numel(layout: Layout, dense: float, experts: float) -> float:
@@ -195,6 +245,20 @@ class _Estimate:
         if self.step.layout.pp > 1 and not constants.simulates_kernels:
             result["communication buffers"] = self._message_buffers(rank)
         return {name: size for name, size in result.items() if size}
+
+    def elsewhere(self, rank: int) -> PlaceBytes:
+        """Bytes of a rank of the pipeline on its host and on disk, as a run has them: sums of gradients, the buffers of
+        files, masters and moments."""
+        step, counts = self.step, self._parameters(self._ranks[rank])
+        state = planned_state(step, counts).in_place(step.states, step.states)
+        each = host_link_bytes_per_element(step.recipe, is_in_rows=self._sharded.parameters)
+        updated = round(updated_numel(step, counts))
+        host = {"gradients that were sent": float(each.to_host * updated)}
+        states = {"master parameters": float(state.masters), "moments": float(state.moments)}
+        if step.states == "host":
+            return {"host": states | host}
+        files = state_file_layout(step.recipe, [f"moment {index}" for index in range(step.moments)], [updated])
+        return {"host": host | {"buffers of files": float(files.memory_bytes)}, "disk": states}
 
     def state_and_saved(self, rank: int, share: float) -> float:
         """Bytes of state, and a share of the saved activations, when a rank has all of them."""
@@ -267,16 +331,15 @@ class _Estimate:
     def _state(self, stages: tuple[int, ...]) -> dict[str, float]:
         """Bytes that a rank keeps from step to step, with copies of gradients for their reduction."""
         counts = self._parameters(stages)
-        state, total, sharded = planned_state(self.step, counts), counts.trained, self._sharded
+        state = planned_state(self.step, counts).in_place("device", self.step.states)
+        total, sharded = counts.trained, self._sharded
         narrow = self.compute * total if self.constants.gradients_twice and self.reduce != self.compute else 0.0
-        shard = _shard_numel(self.step.layout, counts.dense, counts.experts)
-        updated = shard if sharded.optimizer_states else total
         return {
             "parameters": state.parameters,
             "master parameters": state.masters,
             "gradients": state.gradients + narrow * (not sharded.parameters),
             "moments": state.moments,
-            "flat copies": self._flat_copies(narrow, updated),
+            "flat copies": self._flat_copies(narrow, updated_numel(self.step, counts)),
         }
 
     def _flat_copies(self, narrow: float, updated: float) -> float:

@@ -4,14 +4,15 @@
 seldom the fastest: other schedules, tensor parallelism without sequence parallelism, stage 3 that keeps its parameters
 after forward or reduces gradients once a step. Groups of stage 3 in pipelines are predicted when a person names them.
 
-The module also reads a layout to be planned: the grammar of `[layout]`, with `recompute` in addition.
+The module also reads a layout to be planned: the grammar of `[layout]`, with `recompute` and `optimizer` in addition.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from motet.core.errors import check_input
+from motet.memory.policy_choice import Place
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import sharded_states
@@ -19,6 +20,8 @@ from motet.parallel.layout import Layout, LayoutSettings, layout_of_settings, la
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.parallel.pipeline.stages.stage_balance import balance_stages, costs_of_spec
 from motet.plan.planned_step import PlannedStep, Recompute
+
+_Choice = TypeVar("_Choice", bound=str)
 
 _MOST_CHUNKS = 16
 _MOST_ROWS, _MOST_TOKENS = 16, 2**17  # Limits of a micro-batch, whichever is more: larger ones are not faster
@@ -189,14 +192,21 @@ def divisors(number: int, most: int) -> list[int]:
 _NOT_PLANNED = ("data", "server", "rules", "secondary_group", "min_shard_numel")
 
 
-def layout_from_words(text: str, devices: int, global_batch: int) -> tuple[Layout, Recompute]:
-    """The layout and the recomputation of settings such as "tp=8 pp=16 recompute=full" on a number of devices."""
-    words = text.split()
-    chosen = [word.partition("=")[2] for word in words if word.startswith("recompute=")]
+class PlannedLayout(NamedTuple):
+    """A layout with the settings of `[memory]` that a plan prints with it."""
+
+    layout: Layout
+    recompute: Recompute = "none"
+    states: Place | None = None  # That of the job when not given
+
+
+def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayout:
+    """The layout of settings such as "tp=8 pp=16 recompute=full optimizer=host" on a number of devices."""
     kinds: dict[str, Recompute] = {kind: kind for kind in get_args(Recompute) if " " not in kind}
-    for kind in chosen:
-        check_input(kind in kinds, f"recompute = {kind!r} in a layout: use one of {', '.join(kinds)}")
-    settings = parse_layout(" ".join(word for word in words if not word.startswith("recompute=")))
+    places: dict[str, Place] = {place: place for place in get_args(Place)}
+    words = text.split()
+    recompute, states = _last_choice(words, "recompute", kinds), _last_choice(words, "optimizer", places)
+    settings = parse_layout(" ".join(word for word in words if not word.startswith(("recompute=", "optimizer="))))
     _check_is_planned(text, settings)
     others = settings.tp * settings.cp * settings.pp
     dp = settings.dp or max(1, devices // others)
@@ -216,7 +226,14 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> tuple[Layou
         f"layout {text!r}: there is no schedule {layout.schedule!r}, and that of a file cannot be planned; use one of "
         f"{', '.join(SCHEDULES)}",
     )
-    return layout, kinds[chosen[-1]] if chosen else "none"
+    return PlannedLayout(layout, recompute or "none", states)
+
+
+def _last_choice(words: Sequence[str], name: str, choices: Mapping[str, _Choice]) -> _Choice | None:
+    chosen = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    for text in chosen:
+        check_input(text in choices, f"{name} = {text!r} in a layout: use one of {', '.join(choices)}")
+    return choices[chosen[-1]] if chosen else None
 
 
 def _check_is_planned(text: str, settings: LayoutSettings) -> None:
@@ -226,8 +243,9 @@ def _check_is_planned(text: str, settings: LayoutSettings) -> None:
 
 def with_layout(step: PlannedStep, text: str, devices: int) -> PlannedStep:
     """The step with the layout of a text, and with the stages that the framework cuts the model into."""
-    layout, recompute = layout_from_words(text, devices, step.global_batch)
-    step = replace(step, layout=with_balanced_stages(step, layout), recompute=recompute)
+    layout, recompute, states = layout_from_words(text, devices, step.global_batch)
+    layout = with_balanced_stages(step, layout)
+    step = replace(step, layout=layout, recompute=recompute, states=states or step.states)
     check_layout(step)
     return step
 

@@ -19,8 +19,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
+from motet.memory.policy_choice import Place
 from motet.parallel.layout import Layout
-from motet.plan.memory.step_memory import PlannedMemory, estimate_memory, fits, least_memory, planned_state
+from motet.plan.memory.step_memory import (
+    PlannedMemory,
+    estimate_memory,
+    fits,
+    host_problem,
+    least_memory,
+    planned_state,
+)
 from motet.plan.planned_cluster import PlannedCluster
 from motet.plan.planned_step import ParameterCounts, PlannedStep, Recompute, count_parameters
 from motet.plan.search.layout_space import SearchSpace, with_balanced_stages
@@ -99,6 +107,7 @@ class RejectedPlan:
     layout: str
     reason: str
     missing_bytes: float  # Infinite if no memory would help
+    is_host_full: bool = False  # The devices have enough memory, and their host has not
 
 
 class Candidate(NamedTuple):
@@ -107,6 +116,7 @@ class Candidate(NamedTuple):
     bound_s: float
     layout: Layout
     recompute: Recompute = "none"
+    states: Place = "device"
 
 
 LayoutKind = tuple[int, ...]
@@ -130,6 +140,7 @@ class RankedKind:
         """Few techniques are simple; with as many, more free memory comes first."""
         step, layout = self.best.step, self.best.step.layout
         techniques = [*(degree > 1 for degree in kind_of(layout)), layout.chunks > 1, step.recompute != "none"]
+        techniques.append(step.states != "device")
         return sum(techniques), self.best.memory.worst.outside, self.best.time.seconds
 
 
@@ -138,7 +149,8 @@ class Ranking:
     """The best kinds of layouts, and all layouts that do not fit.
 
     The first `equal` kinds are as fast as the fastest one within the tolerance, the simplest of them first; the others
-    follow by their time. `untrained` is a faster layout that cannot be trained, with the reason.
+    follow by their time. `untrained` is a faster layout that cannot be trained, with the reason. `tried` are the places
+    off the devices in which states were tried.
     """
 
     kinds: tuple[RankedKind, ...]
@@ -146,6 +158,7 @@ class Ranking:
     considered: int  # Layouts that fit
     equal: int = 0
     untrained: tuple[RankedPlan, str] | None = None
+    tried: tuple[Place, ...] = ()
 
     @property
     def plans(self) -> tuple[RankedPlan, ...]:
@@ -159,13 +172,28 @@ Report = Callable[[str, int, int], None]
 """Gets a task, and how many layouts of how many are done; it may not start a thread, since processes are forked."""
 
 
-class LayoutRanking:
-    """Ranks the layouts of one job on one cluster; `headroom` is the share of its memory that stays free."""
+def tiers_of(step: PlannedStep, cluster: PlannedCluster) -> tuple[Place, ...]:
+    """The places off the devices in which motet can keep the states of a step on a cluster, the fastest first."""
+    if step.stack.memory != "motet" or cluster.host is None or step.states != "device":
+        return ()
+    return ("host", "disk") if cluster.host.scratch_Bps is not None else ("host",)
 
-    def __init__(self, step: PlannedStep, cluster: PlannedCluster, *, headroom: float = 0.0) -> None:
-        """`step` has any layout; its model, batch, precision and framework count."""
+
+class LayoutRanking:
+    """Ranks the layouts of one job on one cluster; `headroom` is the share of its memory that stays free.
+
+    Where fewer kinds of layouts fit than are ranked, those that do not fit are tried with states on the host, and where
+    its memory is not enough, on disk.
+    """
+
+    def __init__(
+        self, step: PlannedStep, cluster: PlannedCluster, *, headroom: float = 0.0, tries_tiers: bool = False
+    ) -> None:
+        """`step` has any layout; its model, batch, precision, framework and place of states count."""
         self._step, self._cluster = step, cluster
         self._limit = cluster.device.usable_bytes * (1 - headroom)
+        self._tiers = tiers_of(step, cluster) if tries_tiers else ()
+        cluster.step_times.check_places(step)
         self._times = cluster.step_times
         self._stages = dict[int, tuple[range, ...]]()
         self._parameters = dict[tuple[object, ...], ParameterCounts]()
@@ -182,17 +210,32 @@ class LayoutRanking:
         space = self._space()
         layouts = [*space.layouts()]
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
-        fitting = list[Candidate]()
-        for outcome in map_parts(self._bounds, layouts, partial(report, "time and memory of layouts")):
-            if isinstance(outcome, RejectedPlan):
-                rejected.append(outcome)
-            else:
-                fitting.append(outcome)
+        outcomes = [*map_parts(self._bounds, layouts, partial(report, "time and memory of layouts"))]
+        kinds_that_fit = {kind_of(each.layout) for each in outcomes if isinstance(each, Candidate)}
+        tried = self._tiers if len(kinds_that_fit) < top else ()
+        if tried:
+            self._try_tiers(layouts, outcomes, report)
+        fitting = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
+        rejected += [outcome for outcome in outcomes if isinstance(outcome, RejectedPlan)]
         search = self._search(fitting, KindSearch(top, tolerance, self._refused(refusal)), report)
         if not search.kinds:
             search = self._search(fitting, KindSearch(top, tolerance), report)
         kinds, equal = search.ranked()
-        return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal))
+        return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal), tried)
+
+    def _try_tiers(
+        self, layouts: Sequence[Layout], outcomes: list[RejectedPlan | Candidate], report: Report
+    ) -> None:
+        """Replace the outcomes of layouts that do not fit on the devices by those with states elsewhere."""
+        needs_memory = [
+            index
+            for index, outcome in enumerate(outcomes)
+            if isinstance(outcome, RejectedPlan) and outcome.missing_bytes < inf
+        ]
+        others = [layouts[index] for index in needs_memory]
+        tried = map_parts(self._bounds_in_tiers, others, partial(report, "states off the devices"))
+        for index, outcome in zip(needs_memory, tried, strict=True):
+            outcomes[index] = outcome
 
     def _refused(self, refusal: Refusal | None) -> Callable[[Candidate], bool]:
         return lambda each: refusal is not None and refusal(self._step_of(each)) is not None
@@ -229,11 +272,11 @@ class LayoutRanking:
     def predict(self, step: PlannedStep) -> tuple[RankedPlan, str | None]:
         """The prediction of one layout, and why it does not fit, or None."""
         plan = self._predict(step)
-        return plan, fits(plan.memory, self._limit)
+        return plan, fits(plan.memory, self._limit) or self._host_problem(step, plan.memory)[0]
 
     def least_state(self, step: PlannedStep) -> float:
         """State of the mean rank of a pipeline, which the fullest one has at least."""
-        return planned_state(step, self._parameters_of_rank(step)).total
+        return planned_state(step, self._parameters_of_rank(step)).in_place("device", step.states).total
 
     def _space(self) -> SearchSpace:
         step, cluster = self._step, self._cluster
@@ -242,21 +285,32 @@ class LayoutRanking:
 
     def _bounds(self, layouts: Sequence[Layout]) -> list[RejectedPlan | Candidate]:
         """Why each layout does not fit, or its candidate with the recomputation that it needs."""
-        outcomes = map(self._first_that_fits, layouts)
-        return [
-            each
-            if isinstance(each, RejectedPlan)
-            else Candidate(self._times.lower_bound(each), each.layout, each.recompute)
-            for each in outcomes
-        ]
+        return [self._outcome(self._first_that_fits(layout, self._step.states)) for layout in layouts]
+
+    def _bounds_in_tiers(self, layouts: Sequence[Layout]) -> list[RejectedPlan | Candidate]:
+        """The same with states in the first place off the devices in which a layout fits."""
+        return [self._outcome(self._fit_in_tiers(layout)) for layout in layouts]
+
+    def _fit_in_tiers(self, layout: Layout) -> PlannedStep | RejectedPlan:
+        first, *others = self._tiers
+        outcome = self._first_that_fits(layout, first)
+        for place in others:
+            if isinstance(outcome, RejectedPlan) and outcome.is_host_full:
+                outcome = self._first_that_fits(layout, place)
+        return outcome
+
+    def _outcome(self, step: PlannedStep | RejectedPlan) -> RejectedPlan | Candidate:
+        if isinstance(step, RejectedPlan):
+            return step
+        return Candidate(self._times.lower_bound(step), step.layout, step.recompute, step.states)
 
     def _bounds_of_variants(self, candidates: Sequence[Candidate], limits: "KindLimits") -> list[Candidate]:
         """The variants of candidates that are faster than the limit of their kind by their bound."""
         space, below = self._space(), list[Candidate]()
-        for _, layout, recompute in candidates:
+        for _, layout, recompute, states in candidates:
             limit_s = limits.of(kind_of(layout))
             # Another schedule may keep less, and fit with less recomputation
-            least = Candidate(0.0, layout, "none" if layout.pp > 1 else recompute)
+            least = Candidate(0.0, layout, "none" if layout.pp > 1 else recompute, states)
             for variant in space.variants(layout):
                 schedules, step = space.schedules(variant), self._step_of(least._replace(layout=variant))
                 bounds = self._times.lower_bounds(step, schedules, limit_s)
@@ -268,7 +322,7 @@ class LayoutRanking:
 
     def _predict_variant(self, candidate: Candidate, limit_s: float) -> RankedPlan | None:
         """The prediction of a variant that fits, unless its recomputation makes it slower than a limit."""
-        step = self._first_that_fits(candidate.layout)
+        step = self._first_that_fits(candidate.layout, candidate.states)
         if isinstance(step, RejectedPlan) or self._times.lower_bound(step) >= limit_s:
             return None
         return self._predict(step)
@@ -277,7 +331,7 @@ class LayoutRanking:
         return RankedPlan(step, estimate_memory(step).on_device(self._limit), self._times.predict(step))
 
     def _step_of(self, candidate: Candidate) -> PlannedStep:
-        return replace(self._step, layout=candidate.layout, recompute=candidate.recompute)
+        return replace(self._step, layout=candidate.layout, recompute=candidate.recompute, states=candidate.states)
 
     def _with_stages(self, layout: Layout) -> Layout:
         """The layout with the stages that the framework cuts the model into, as `--layout` gets them."""
@@ -286,12 +340,20 @@ class LayoutRanking:
             self._stages[count] = with_balanced_stages(self._step, layout).stages
         return replace(layout, stages=self._stages[count])
 
-    def _first_that_fits(self, layout: Layout) -> PlannedStep | RejectedPlan:
-        step = replace(self._step, layout=layout, recompute="none")
+    def _host_problem(self, step: PlannedStep, memory: PlannedMemory) -> tuple[str | None, float]:
+        """Why states off the devices do not fit on the hosts, and the bytes that are missing on one."""
+        if step.states == "device" or (host := self._cluster.host) is None:
+            return None, 0.0
+        per_host = min(self._cluster.devices_per_host, step.layout.ranks)
+        sizes = host.memory_bytes.value, per_host
+        return host_problem(memory, *sizes, shares_with_devices=self._cluster.is_processor)
+
+    def _first_that_fits(self, layout: Layout, states: Place) -> PlannedStep | RejectedPlan:
+        step = replace(self._step, layout=layout, recompute="none", states=states)
         least = self.least_state(step)
         if least > self._limit:
             text = f"states {format_bytes(least)} at least > {format_bytes(self._limit)}"
-            return RejectedPlan(str(layout), text, least - self._limit)
+            return RejectedPlan(step.layout_text, text, least - self._limit)
         for recompute in _RECOMPUTATION:
             step = replace(step, recompute=recompute)
             try:
@@ -303,7 +365,9 @@ class LayoutRanking:
                 return RejectedPlan(step.layout_text, str(error), inf)
             reason = fits(memory, self._limit)
             if reason is None:
-                return step
+                reason, missing_bytes = self._host_problem(step, memory)
+                is_full = reason is not None
+                return RejectedPlan(step.layout_text, reason or "", missing_bytes, is_full) if is_full else step
         return RejectedPlan(step.layout_text, reason or "", memory.worst.outside - self._limit)
 
     def _parameters_of_rank(self, step: PlannedStep) -> ParameterCounts:

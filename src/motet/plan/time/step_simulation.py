@@ -13,11 +13,13 @@ from typing import NamedTuple, TypeVar
 
 from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import BlockSpec
-from motet.parallel.data_parallel.zero import Moment
+from motet.parallel.data_parallel.zero import Moment, sharded_states
 from motet.parallel.pipeline.border_bytes import sends_slices
 from motet.parallel.pipeline.schedule_timeline import Durations, EventGraph
 from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
+from motet.parallel.step_plan.traffic import host_link_bytes_per_element
 from motet.plan.planned_step import ParameterCounts, PlannedStep, count_parameters
+from motet.plan.time.host_update import HostRates, HostUpdate, PartSeconds, host_update
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.stage_times import (
     GroupTimes,
@@ -169,8 +171,17 @@ def _plain_stage(blocks: Blocks) -> _StageSeconds:
 class StepSimulation:
     """One step; `read_s` is the time in which a host reads its data."""
 
-    def __init__(self, step: PlannedStep, rates: DeviceRates, groups: GroupTimes, *, read_s: float) -> None:
-        self.step, self.rates, self.groups, self.read_s = step, rates, groups, read_s
+    def __init__(
+        self,
+        step: PlannedStep,
+        rates: DeviceRates,
+        groups: GroupTimes,
+        *,
+        read_s: float,
+        host: HostRates | None = None,
+    ) -> None:
+        """`host` is what a rank gets of its host, if that updates the states."""
+        self.step, self.rates, self.groups, self.read_s, self.host = step, rates, groups, read_s, host
         self._stage_times = StageTimes(step, rates, groups)
         self.actions = step.actions
         moments = {action.moment for action, _ in self.actions}
@@ -189,7 +200,8 @@ class StepSimulation:
         if name == self.step.layout.schedule:
             return self
         layout = replace(self.step.layout, schedule=name)
-        other = StepSimulation(replace(self.step, layout=layout), self.rates, self.groups, read_s=self.read_s)
+        step = replace(self.step, layout=layout)
+        other = StepSimulation(step, self.rates, self.groups, read_s=self.read_s, host=self.host)
         other._stage_times, other.seconds_of_stages = self._stage_times, self.seconds_of_stages
         other._parameters_of_stages = self._parameters_of_stages
         return other
@@ -225,6 +237,7 @@ class StepSimulation:
         parts["data parallelism"] = parts.get("data parallelism", 0.0) + self._data_parallel_s
         parts["pipeline bubble"] = max(0.0, self.makespan_s - layout.microbatches * sum(work.values()))
         parts["optimizer"] = self.optimizer_s
+        parts |= {} if self.host_update is None else self.host_update.seconds_by_resource
         parts["host"] = step.stack.step_overhead_s
         parts["data loading"] = seconds - computed_s
         parts = {name: value if value > _ROUNDING * seconds else 0.0 for name, value in parts.items()}
@@ -237,7 +250,8 @@ class StepSimulation:
         return max(simulate_pipeline(self.durations), pipeline_lower_bound(self.durations), self._shared_cores_s())
 
     def _outside_of_pipeline_s(self) -> float:
-        return self._data_parallel_s + self.optimizer_s + self.step.stack.step_overhead_s
+        host_s = 0.0 if self.host_update is None else self.host_update.exposed_s
+        return self._data_parallel_s + self.optimizer_s + host_s + self.step.stack.step_overhead_s
 
     @cached_property
     def _data_parallel_s(self) -> float:
@@ -375,9 +389,8 @@ class StepSimulation:
     def _exposed_on_rank(self, rank: RankWork) -> ExposedCollectives:
         layout = self.step.layout
         reduce_s = sum(self.seconds_by_collective(rank.parameters, REDUCED).values())
-        gather_s = sum(self.seconds_by_collective(rank.parameters, GATHERED_ONCE).values())
-        # A chunk is complete while the last micro-batches pass through the chunks before it.
-        rounds = min(layout.pp, layout.microbatches) if layout.chunks > 1 else 1
+        gather_s = self._gather_s(rank) if self.host is None else 0.0  # Else a part of the update on the host
+        rounds = self._rounds
         reduction_s, next_s, microbatch_s = reduce_s, gather_s, reduce_s
         if self.hides_data_parallel:
             last = 1 / max(1, rank.blocks)  # The part of the first block
@@ -391,6 +404,56 @@ class StepSimulation:
         reduce_s += (layout.microbatches - 1) * reduce_s
         return ExposedCollectives(exposed, reduce_s + gather_s - exposed, reduction_s, next_s, microbatch_s)
 
+    @property
+    def _rounds(self) -> int:
+        """Micro-batches during whose passes a rank communicates: a chunk is complete while the last ones pass through
+        the chunks before it."""
+        layout = self.step.layout
+        return min(layout.pp, layout.microbatches) if layout.chunks > 1 else 1
+
+    def _gather_s(self, rank: RankWork) -> float:
+        return sum(self.seconds_by_collective(rank.parameters, GATHERED_ONCE).values())
+
+    @cached_property
+    def host_update(self) -> HostUpdate | None:
+        """The update of the rank with the longest one, where states do not lie on devices."""
+        if self.host is None:
+            return None
+        updates = (self._host_update(rank, self.host) for rank in self._distinct_ranks)
+        return max(updates, key=lambda update: update.exposed_s)
+
+    def _host_update(self, rank: RankWork, host: HostRates) -> HostUpdate:
+        """The parts of a rank are as many as its blocks, and alike."""
+        step, count = self.step, max(1, rank.blocks)
+        numel = self._updated_numel(rank.parameters)
+        each = host_link_bytes_per_element(step.recipe, is_in_rows=sharded_states(step.layout.zero).parameters)
+        states = DTYPE_BYTES[step.recipe.master] + step.moments * DTYPE_BYTES.get(step.recipe.state, 1)
+        disk_s = numel * states / host.disk_Bps if step.states == "disk" and host.disk_Bps else 0.0
+        gather_s = 0.0 if self.is_sharded else self._gather_s(rank)
+        seconds = (
+            numel * each.to_host / host.link_Bps,
+            disk_s,
+            numel * states / host.update_Bps,
+            disk_s,
+            numel * each.to_device / host.link_Bps,
+            gather_s,
+        )
+        reduction_s, hides = self.exposed_collectives.reduction_s, self.hides_data_parallel
+        backward_s = self._rounds * rank.backward_s + reduction_s
+        window_s = self._rounds * rank.forward_s if hides and step.communication.overlap == "forward" else 0.0
+        return host_update(
+            [PartSeconds(*(value / count for value in seconds))] * count,
+            reduced=[backward_s * (index / count if hides else 1) for index in range(1, count + 1)],
+            needed=[window_s * index / count for index in range(count)],
+            norm_s=self.optimizer_s,
+        )
+
+    def _updated_numel(self, parameters: ParameterCounts) -> float:
+        """Elements whose states a rank updates."""
+        is_scattered = any(action.kind == "update" and scattered for action, scattered in self.actions)
+        shards, expert_shards = (self.step.shards, self.groups.placement("expert shards")[0]) if is_scattered else (1, 1)
+        return parameters.dense / shards + parameters.experts / expert_shards
+
     @cached_property
     def _parameters_of_stages(self) -> list[ParameterCounts]:
         return self._values_of_stages(_sum_parameters)
@@ -402,16 +465,14 @@ class StepSimulation:
 
     @cached_property
     def optimizer_s(self) -> float:
-        """Reads and writes of masters, moments and gradients by the rank with the most of them."""
+        """Reads and writes of masters, moments and gradients by the rank with the most of them. Where a host updates the
+        states, the device reads gradients for the norm."""
         step, layout, recipe = self.step, self.step.layout, self.step.recipe
         state = DTYPE_BYTES.get(recipe.state, 1)
         each = 2 * DTYPE_BYTES[recipe.master] + 2 * step.moments * state
         each += 2 * DTYPE_BYTES[recipe.reduce] + DTYPE_BYTES[recipe.compute]  # The norm reads gradients too
-        worst = 0.0
-        is_scattered = any(action.kind == "update" and scattered for action, scattered in self.actions)
-        shards, expert_shards = (step.shards, self.groups.placement("expert shards")[0]) if is_scattered else (1, 1)
-        for rank in self._distinct_ranks:
-            worst = max(worst, rank.parameters.dense / shards + rank.parameters.experts / expert_shards)
+        each = each if self.host is None else DTYPE_BYTES[recipe.reduce]
+        worst = max(self._updated_numel(rank.parameters) for rank in self._distinct_ranks)
         memory_Bps = self.rates.for_ranks(layout.ranks, layout.ranks).memory_Bps  # noqa: N806 - a unit
         return worst * each * self.step.stack.optimizer_passes / memory_Bps
 

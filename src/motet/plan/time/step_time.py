@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from motet.cluster.cluster_settings import HostSettings
 from motet.parallel.pipeline.schedules import SCHEDULES
 from motet.plan.planned_step import PlannedStep
+from motet.plan.time.host_update import HostRates
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.stage_times import CollectiveCosts, GroupTimes
 from motet.plan.time.step_events import StepEvent, events_of_step
@@ -30,6 +32,7 @@ class StepTimes:
     devices_per_host: int
     costs: CollectiveCosts
     storage_Bps: float = inf  # noqa: N815 - a unit; of a host
+    host: HostSettings | None = None
 
     def predict(self, step: PlannedStep) -> StepTime:
         """The time of a step."""
@@ -59,7 +62,17 @@ class StepTimes:
     def _simulation(self, step: PlannedStep) -> StepSimulation:
         groups = GroupTimes(step.layout, self.devices_per_host, self.costs, step.shards)
         read_s = _data_bytes_of_host(step, self.devices_per_host) / self.storage_Bps
-        return StepSimulation(step, self.rates, groups, read_s=read_s)
+        return StepSimulation(step, self.rates, groups, read_s=read_s, host=self._host_rates(step))
+
+    def check_places(self, step: PlannedStep) -> None:
+        """Refuse a step with states in a place whose speed is not known."""
+        self._host_rates(step)
+
+    def _host_rates(self, step: PlannedStep) -> HostRates | None:
+        if step.states == "device":
+            return None
+        per_host = min(self.devices_per_host, step.layout.ranks)
+        return HostRates.for_rank(self.host, per_host, on_disk=step.states == "disk")
 
 
 def _data_bytes_of_host(step: PlannedStep, devices_per_host: int) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.models.spec.model_spec import ModelSpec
@@ -25,11 +25,11 @@ def planned_step(
     recipe, data, row = job.precision.resolved, job.data, batch_shape(job, 1)
     if isinstance(job.model, UserModuleSettings) and not isinstance(model, ModelSpec):
         job.model.check_layers_are_known()
-    if job.memory.optimizer != "device":
-        raise InputError(
-            f"memory.optimizer = {job.memory.optimizer!r} cannot be planned yet: the planner knows steps whose states "
-            "lie on the device; leave it out"
-        )
+    states, framework = job.memory.optimizer, STACKS[stack]
+    check_input(
+        states == "device" or framework.memory == "motet",
+        f"memory.optimizer = {states!r} is planned for motet, not for the framework {stack!r}; leave one of them out",
+    )
     return PlannedStep(
         model or known_model(job),
         row.length,
@@ -37,11 +37,12 @@ def planned_step(
         layout,
         recipe,
         matmul or recipe.compute,
-        STACKS[stack],
+        framework,
         job.optimizer.moments_per_parameter,
         source=row.source_length,
         masked_fraction=data.mask_fraction if data.objective == "masked" else None,
         packed=packed,
+        states=states,
         communication=job.communication,
     )
 
