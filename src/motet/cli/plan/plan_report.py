@@ -91,7 +91,7 @@ def plan_layouts(request: PlanRequest) -> None:
     if tokens is not None:
         _add_cost(report, cluster, tokens / step.tokens)
     if not outcome.kinds:
-        raise InputError(_fits_nowhere(request, outcome))
+        raise InputError(_fits_nowhere(request, outcome) + _missing_host(ranking, cluster))
     if request.write is not None:
         _write_job(request.write, job, outcome.kinds[0].best.step)
     if request.json:
@@ -99,7 +99,9 @@ def plan_layouts(request: PlanRequest) -> None:
         print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
         return
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
-    print_lines(*_lines(report, request, outcome), *costs, _assumptions(step, cluster, request.headroom))
+    notes = [_tier_note(request, ranking, cluster, outcome)] if request.layout is None else []
+    notes = [*filter(None, notes), *costs, _assumptions(step, cluster, request.headroom)]
+    print_lines(*_lines(report, request, outcome), *notes)
 
 
 def _compare(request: PlanRequest, job: Job, planned: tuple[PlannedStep, PlannedCluster, LayoutRanking]) -> None:
@@ -250,7 +252,9 @@ def _report(
 def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) -> dict[str, Any]:
     step, seconds = plan.step, plan.time.seconds
     time_error, memory_error = errors_on_device(cluster.device.name, cluster.devices, has_experts=step.has_experts)
-    worst = plan.memory.worst
+    if step.states != "device":
+        time_error = memory_error = None  # No published step has its states elsewhere
+    worst, per_host = plan.memory.worst, min(cluster.devices_per_host, cluster.devices)
     peak = product_peak(cluster.device, step.matmul)
     mfu = step.model_flops() / seconds / cluster.devices / peak if peak else None
     overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
@@ -265,6 +269,9 @@ def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) 
         "mfu": mfu,
         "memory_bytes": dict(worst.bytes) | overhead | {"total": worst.outside},
         "memory_error": memory_error,
+        "optimizer": step.states,
+        "host_bytes": plan.memory.on_fullest_host("host", per_host),
+        "disk_bytes": plan.memory.on_fullest_host("disk", per_host),
         "time_s": {name: value for name, value in plan.time.parts.items() if value},
     }
 
@@ -305,10 +312,32 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
         yield "time of the first: " + ", ".join(f"{name} {value:.3g} s" for name, value in parts if value >= 1e-6)
         memory = (item for item in plan["memory_bytes"].items() if item[0] != "total" and item[1])
         yield "memory of the first: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in memory)
+        for place in ("host", "disk"):
+            if sizes := plan[f"{place}_bytes"]:
+                shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+                yield f"{place} of the first, for all ranks of a host: {shown}"
         if plan["reason"]:
             yield f"it does not fit: {plan['reason']}"
     if request.layout is None:
         yield from _rejected_lines(outcome, shows_all=request.shows_rejected)
+
+
+def _tier_note(request: PlanRequest, ranking: LayoutRanking, cluster: PlannedCluster, outcome: Ranking) -> str:
+    """Name the places off the devices that make layouts fit."""
+    if outcome.tried:
+        counts = " and ".join(f"{count:,} fit with memory.optimizer={place}" for place, count in outcome.tried.items())
+        return (
+            f"Fewer than {request.top} kinds of layouts fit with masters and moments on the devices; of the others, "
+            f"{counts} (`optimizer=` in their rows)."
+        )
+    is_short = ranking.may_use_tiers and len(outcome.kinds) < request.top
+    return _missing_host(ranking, cluster).strip("; ") if is_short else ""
+
+
+def _missing_host(ranking: LayoutRanking, cluster: PlannedCluster) -> str:
+    if not ranking.may_use_tiers or cluster.host is not None:
+        return ""
+    return f"; states on the host are not tried, because cluster {cluster.name} has no section [host]"
 
 
 def _row(number: int, plan: dict[str, Any], *, says_today: bool) -> tuple[str, ...]:

@@ -41,8 +41,13 @@ KINDS: dict[StepEventKind, tuple[str, str, str]] = {
     "exchange": ("e", "exchange of activations", "#8a5a00"),
     "message": ("m", "message between stages", "#b0307a"),
     "norm": ("n", "agree on the norm", "#7d4e57"),
+    "send": ("s", "sums to the host", "#6b5b00"),
+    "read": ("i", "states from disk", "#3d6b1f"),
+    "write": ("o", "states to disk", "#6b3d1f"),
+    "receive": ("v", "values to the device", "#00616b"),
 }
-STREAMS: tuple[StepStream, ...] = ("compute", "network")
+STREAMS: tuple[StepStream, ...] = ("compute", "network", "host link", "host cores", "disk")
+_ALWAYS_SHOWN: tuple[StepStream, ...] = ("compute", "network")
 _COLUMNS, _LEAST_SHARE, _LEFT = 96, 0.25, 124
 
 
@@ -95,7 +100,9 @@ def _rows(events: Sequence[StepEvent]) -> Iterator[tuple[tuple[int, StepStream],
     for rank, group in groupby(events, lambda event: event.rank):
         rank_events = list(group)
         for stream in STREAMS:
-            yield (rank, stream), [event for event in rank_events if event.stream == stream]
+            row = [event for event in rank_events if event.stream == stream]
+            if row or stream in _ALWAYS_SHOWN:
+                yield (rank, stream), row
 
 
 def _box(event: StepEvent, x: Scale, y: float, *, height: float) -> str:

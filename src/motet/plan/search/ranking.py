@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -150,7 +150,7 @@ class Ranking:
 
     The first `equal` kinds are as fast as the fastest one within the tolerance, the simplest of them first; the others
     follow by their time. `untrained` is a faster layout that cannot be trained, with the reason. `tried` are the places
-    off the devices in which states were tried.
+    off the devices in which states were tried, with the number of layouts that fit so.
     """
 
     kinds: tuple[RankedKind, ...]
@@ -158,7 +158,7 @@ class Ranking:
     considered: int  # Layouts that fit
     equal: int = 0
     untrained: tuple[RankedPlan, str] | None = None
-    tried: tuple[Place, ...] = ()
+    tried: Mapping[Place, int] = field(default_factory=dict)
 
     @property
     def plans(self) -> tuple[RankedPlan, ...]:
@@ -172,9 +172,9 @@ Report = Callable[[str, int, int], None]
 """Gets a task, and how many layouts of how many are done; it may not start a thread, since processes are forked."""
 
 
-def tiers_of(step: PlannedStep, cluster: PlannedCluster) -> tuple[Place, ...]:
-    """The places off the devices in which motet can keep the states of a step on a cluster, the fastest first."""
-    if step.stack.memory != "motet" or cluster.host is None or step.states != "device":
+def _tiers_of(cluster: PlannedCluster) -> tuple[Place, ...]:
+    """The places off the devices in which motet can keep states on a cluster, the fastest first."""
+    if cluster.host is None:
         return ()
     return ("host", "disk") if cluster.host.scratch_Bps is not None else ("host",)
 
@@ -192,7 +192,8 @@ class LayoutRanking:
         """`step` has any layout; its model, batch, precision, framework and place of states count."""
         self._step, self._cluster = step, cluster
         self._limit = cluster.device.usable_bytes * (1 - headroom)
-        self._tiers = tiers_of(step, cluster) if tries_tiers else ()
+        self.may_use_tiers = tries_tiers and step.stack.memory == "motet" and step.states == "device"
+        self._tiers = _tiers_of(cluster) if self.may_use_tiers else ()
         cluster.step_times.check_places(step)
         self._times = cluster.step_times
         self._stages = dict[int, tuple[range, ...]]()
@@ -213,7 +214,7 @@ class LayoutRanking:
         outcomes = [*map_parts(self._bounds, layouts, partial(report, "time and memory of layouts"))]
         kinds_that_fit = {kind_of(each.layout) for each in outcomes if isinstance(each, Candidate)}
         tried = self._tiers if len(kinds_that_fit) < top else ()
-        if tried:
+        if tried:  # Never where many layouts fit: it would take as long again
             self._try_tiers(layouts, outcomes, report)
         fitting = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
         rejected += [outcome for outcome in outcomes if isinstance(outcome, RejectedPlan)]
@@ -221,7 +222,8 @@ class LayoutRanking:
         if not search.kinds:
             search = self._search(fitting, KindSearch(top, tolerance), report)
         kinds, equal = search.ranked()
-        return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal), tried)
+        by_place = {place: sum(each.states == place for each in fitting) for place in tried}
+        return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal), by_place)
 
     def _try_tiers(
         self, layouts: Sequence[Layout], outcomes: list[RejectedPlan | Candidate], report: Report

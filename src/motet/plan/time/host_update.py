@@ -105,6 +105,7 @@ class HostUpdate:
     """The update of a rank, and the seconds of it that no computation hides."""
 
     parts: Sequence[PartSeconds]  # In the order of the next forward
+    reduced_s: float  # The last reduction ends, from the start of backward
     sends: Sequence[Span]  # In the order of backward, from its start
     spans: Sequence[PartSpans]
     exposed_send_s: float  # After the last reduction
@@ -143,6 +144,6 @@ def host_update(
     """
     sends = simulate_sends(parts[::-1], reduced)
     spans = simulate_update(parts)
-    late = max((span.gather.stop - at for span, at in zip(spans, needed, strict=True)), default=0.0)
-    exposed_send_s = max(0.0, sends[-1].stop - reduced[-1] - norm_s) if sends else 0.0
-    return HostUpdate(parts, sends, spans, exposed_send_s, max(0.0, late))
+    late = max(span.gather.stop - at for span, at in zip(spans, needed, strict=True))
+    exposed_send_s = max(0.0, sends[-1].stop - reduced[-1] - norm_s)
+    return HostUpdate(parts, reduced[-1], sends, spans, exposed_send_s, max(0.0, late))

@@ -15,14 +15,20 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction, message_of
 from motet.parallel.pipeline.schedule_timeline import event_times
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.planned_step import is_expert
+from motet.plan.time.host_update import HostUpdate, Span
 from motet.plan.time.stage_times import PlannedBlock, simulate_backward, simulate_forward
 from motet.plan.time.step_simulation import GATHERED_ONCE, REDUCED, StepSimulation
 
-StepStream = Literal["compute", "network"]
+StepStream = Literal["compute", "network", "host link", "host cores", "disk"]
 StepEventKind = Literal[
     "forward", "recomputation", "backward", "weights", "exchange", "message", "gather", "reduce", "norm", "update",
-    "host", "data",
+    "host", "data", "send", "read", "write", "receive",
 ]  # fmt: skip
+_STREAM_OF_KIND: dict[StepEventKind, StepStream] = {
+    **dict.fromkeys(("exchange", "message", "gather", "reduce", "norm"), "network"),
+    **dict.fromkeys(("send", "receive"), "host link"),
+    **dict.fromkeys(("read", "write"), "disk"),
+}  # Others compute
 _EXCHANGES = ("tensor parallelism", "expert parallelism", "context parallelism")
 
 
@@ -98,9 +104,8 @@ class _EventBuilder:
         return self._events
 
     def _add(self, kind: StepEventKind, name: str, span: tuple[float, float], *, rank: int, **details: Any) -> None:
-        is_network = kind in ("exchange", "message", "gather", "reduce", "norm")
         if span[1] > span[0] or kind == "norm":
-            stream: StepStream = "network" if is_network else "compute"
+            stream = details.pop("stream", _STREAM_OF_KIND.get(kind, "compute"))
             self._events.append(StepEvent(rank * self._rank_stride, stream, kind, name, *span, **details))
 
     def _add_pass(self, action: PipelineAction, start: float, stop: float, *, rank: int) -> None:
@@ -166,6 +171,10 @@ class _EventBuilder:
         at = computed + exposed.reduction_s
         if not simulation.is_sharded:
             self._add_reductions(rank, at)
+        update = simulation.host_update_of_rank(rank)
+        if update is not None:
+            self._add_host_update(rank, at, update)
+            return
         gathers = list[float]()
         for action, _ in simulation.actions:
             if action.kind == "norm":
@@ -179,10 +188,33 @@ class _EventBuilder:
         if not gathers:  # Stage 3 gathers for the next forward
             gathers.append(at)
             at += exposed.gather_s
-        add("host", "host", (at, at + self._step.stack.step_overhead_s))
-        at += self._step.stack.step_overhead_s
-        add("data", "waits for data", (at, simulation.read_s))
-        self._add_gathers(rank, gathers[0], max(at, simulation.read_s))
+        self._add_gathers(rank, gathers[0], self._add_waits(rank, at))
+
+    def _add_waits(self, rank: int, at: float) -> float:
+        """Add the work of the host and the wait for data; the end of the step."""
+        end = at + self._step.stack.step_overhead_s
+        self._add("host", "host", (at, end), rank=rank)
+        self._add("data", "waits for data", (end, self._simulation.read_s), rank=rank)
+        return max(end, self._simulation.read_s)
+
+    def _add_host_update(self, rank: int, at: float, update: HostUpdate) -> None:
+        """Add the events after the last reduction, where states lie on the host or on disk."""
+        simulation, add = self._simulation, partial(self._add, rank=rank)
+        slowest = simulation.host_update
+        assert slowest is not None
+        for number, (start, stop) in enumerate(update.sends, 1):
+            span = at - update.reduced_s + start, at - update.reduced_s + stop
+            add("send", f"sums of part {number} to the host", span)
+        add("norm", "agree on the norm", (at, at + simulation.optimizer_s))
+        at += simulation.optimizer_s + slowest.exposed_send_s
+        for number, spans in enumerate(update.spans, 1):
+            names = ("read", "update", "write", "receive", "gather")
+            kinds: list[tuple[StepEventKind, Span]] = list(zip(names, spans, strict=True))
+            for kind, (start, stop) in kinds:
+                stream: StepStream = "host cores" if kind == "update" else _STREAM_OF_KIND[kind]
+                add(kind, f"{kind} part {number}", (at + start, at + stop), stream=stream)
+        end = self._add_waits(rank, at + slowest.exposed_update_s)
+        self._add_next_forward(rank, end, update.spans[-1].gather.stop + at)
 
     def _add_reductions(self, rank: int, limit: float) -> None:
         """Add the reductions of buckets, in order."""
@@ -213,7 +245,12 @@ class _EventBuilder:
             for kind, value in seconds.items():
                 self._add("gather", f"{kind} {bucket.name}", (free, free + value * bucket.share), rank=rank)
                 free += value * bucket.share
-        if free > end and seconds:
+        if seconds:
+            self._add_next_forward(rank, end, free)
+
+    def _add_next_forward(self, rank: int, end: float, last: float) -> None:
+        """Add the forward of the next step if something that belongs to this one goes on until `last` meanwhile."""
+        if last > end:
             self._events += [
                 e._replace(name=f"{e.name} of the next step", start_s=end + e.start_s, stop_s=end + e.stop_s)
                 for e in self._events

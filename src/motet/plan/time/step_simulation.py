@@ -376,15 +376,16 @@ class StepSimulation:
         rank_by_kinds = {
             tuple([kinds[stage] for stage in durations.stages_of_rank(rank)]): rank for rank in range(durations.ranks)
         }
-        return {
-            RankWork(
-                self.parameters_of_rank(rank),
-                sum(durations.forward_s[stage] for stage in stages),
-                sum(durations.backward_s[stage] for stage in stages),
-                sum(block.repeat for stage in stages for block, _ in self.stages[stage]),
-            )
-            for stages, rank in rank_by_kinds.items()
-        }
+        return set(map(self._work_of_rank, rank_by_kinds.values()))
+
+    def _work_of_rank(self, rank: int) -> RankWork:
+        durations, stages = self.durations, self.durations.stages_of_rank(rank)
+        return RankWork(
+            self.parameters_of_rank(rank),
+            sum(durations.forward_s[stage] for stage in stages),
+            sum(durations.backward_s[stage] for stage in stages),
+            sum(block.repeat for stage in stages for block, _ in self.stages[stage]),
+        )
 
     def _exposed_on_rank(self, rank: RankWork) -> ExposedCollectives:
         layout = self.step.layout
@@ -422,6 +423,10 @@ class StepSimulation:
         updates = (self._host_update(rank, self.host) for rank in self._distinct_ranks)
         return max(updates, key=lambda update: update.exposed_s)
 
+    def host_update_of_rank(self, rank: int) -> HostUpdate | None:
+        """The update of a rank of the pipeline."""
+        return None if self.host is None else self._host_update(self._work_of_rank(rank), self.host)
+
     def _host_update(self, rank: RankWork, host: HostRates) -> HostUpdate:
         """The parts of a rank are as many as its blocks, and alike."""
         step, count = self.step, max(1, rank.blocks)
@@ -451,8 +456,9 @@ class StepSimulation:
     def _updated_numel(self, parameters: ParameterCounts) -> float:
         """Elements whose states a rank updates."""
         is_scattered = any(action.kind == "update" and scattered for action, scattered in self.actions)
-        shards, expert_shards = (self.step.shards, self.groups.placement("expert shards")[0]) if is_scattered else (1, 1)
-        return parameters.dense / shards + parameters.experts / expert_shards
+        if not is_scattered:
+            return parameters.trained
+        return parameters.dense / self.step.shards + parameters.experts / self.groups.placement("expert shards")[0]
 
     @cached_property
     def _parameters_of_stages(self) -> list[ParameterCounts]:
@@ -465,7 +471,7 @@ class StepSimulation:
 
     @cached_property
     def optimizer_s(self) -> float:
-        """Reads and writes of masters, moments and gradients by the rank with the most of them. Where a host updates the
+        """Reads and writes of masters, moments and gradients by the rank with the most of them. Where the host updates
         states, the device reads gradients for the norm."""
         step, layout, recipe = self.step, self.step.layout, self.step.recipe
         state = DTYPE_BYTES.get(recipe.state, 1)
