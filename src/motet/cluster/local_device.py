@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 
@@ -125,6 +126,8 @@ _FEATURES = (32, 128)  # Features of a head
 _ATTENTION_KERNELS = "attention", "attention and backward"
 _STREAMED = 1 << 19  # Elements of an activation
 _LAUNCHES = 200
+_UPDATED = 1 << 22  # Elements of an update, whose states no cache holds
+_STATES_OF_ADAMW = 12  # Bytes of a master and two moments
 _BACKWARD_FLOPS = 2.5  # FLOPs of a backward of attention over its forward: scores are computed again
 
 _Sizes = tuple[tuple[int, int, int], ...]  # Rows, inner dimension, columns
@@ -185,6 +188,23 @@ def rate_kernels(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         **attention,
         "stream": lambda: torch.add(left, right, out=total),
         "launch": lambda: [small * 2.0 for _ in range(_LAUNCHES)],
+    }
+
+
+def measure_host(ranks: int, repeats: int = 3) -> dict[str, Any]:
+    """The section [host] of a cluster file for CPU ranks of this machine, without its disk. Ranks beyond the cores share
+    them."""
+    parameter = torch.zeros(_UPDATED, requires_grad=True)
+    parameter.grad = torch.ones(_UPDATED)
+    optimizer, target = torch.optim.AdamW([parameter], fused=True), torch.zeros(_UPDATED)
+    kernels: tuple[Callable[[], object], ...] = (optimizer.step, lambda: target.copy_(parameter.detach()))
+    update_s, copy_s = (statistics.median([_seconds(kernel) for _ in range(repeats + 1)][1:]) for kernel in kernels)
+    cores = usable_cores()
+    return {
+        "memory_bytes": measured(psutil.virtual_memory().total),
+        "link_Bps": measured(4 * _UPDATED / copy_s),
+        "update_Bps": measured(min(ranks, cores) * _STATES_OF_ADAMW * _UPDATED / update_s),
+        "cores": cores,
     }
 
 

@@ -195,6 +195,10 @@ class MemorySettings(FrozenSettings):
     """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
     updates them; or in files that the host reads, updates and writes piece by piece."""
 
+    tiers: Literal["explicit", "auto"] = "explicit"
+    """With `auto`, `motet train` chooses `optimizer` before it starts ranks: the first of `device`, `host` and `disk`
+    with which a step is predicted to fit on the devices and their host."""
+
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
@@ -206,7 +210,11 @@ class MemorySettings(FrozenSettings):
     def _check_budget(self) -> "MemorySettings":
         if self.optimizer == "disk" and self.folder is None:
             raise ValueError("optimizer = 'disk' keeps its files in memory.folder; set it to a folder on a fast disk")
-        if self.optimizer != "disk" and self.folder is not None:
+        if self.tiers == "auto" and "optimizer" in self.model_fields_set:
+            raise ValueError(
+                f"tiers = 'auto' chooses memory.optimizer, which is {self.optimizer!r} already; leave one of them out"
+            )
+        if self.optimizer != "disk" and self.folder is not None and self.tiers != "auto":
             raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
         if self.recompute == "auto" and self.step_budget is None:
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
@@ -216,6 +224,11 @@ class MemorySettings(FrozenSettings):
                 "leave it out: it is the limit then"
             )
         return self
+
+    def with_optimizer(self, place: Place) -> "MemorySettings":
+        """The settings with states in a place that `auto` has chosen, or a plan."""
+        folder = self.folder if place == "disk" else None
+        return self.model_copy(update={"tiers": "explicit", "optimizer": place, "folder": folder})
 
     @property
     def step_budget(self) -> int | None:

@@ -141,7 +141,7 @@ def _write_job(path: Path, job: Job, step: PlannedStep) -> None:
         f"--write: the layout '{step.layout_text}' keeps states on disk, and the job names no folder for them; add "
         "memory.optimizer=disk memory.folder=FOLDER",
     )
-    memory = job.memory.model_copy(update={"recompute": step.recompute, "optimizer": step.states})
+    memory = job.memory.with_optimizer(step.states).model_copy(update={"recompute": step.recompute})
     settings = parse_layout(str(step.layout))
     tree = job_to_tree(job.model_copy(update={"layout": settings, "memory": memory}))
     tree["run"] = {**tree.get("run", {}), "ranks": step.layout.ranks}
@@ -223,7 +223,7 @@ class TrainingRefusals:
     def _checked(self, layout: Layout, step: PlannedStep) -> str | None:
         if step.recompute not in POLICY_OF_BLOCKS:
             return f"recompute = {step.recompute!r} belongs to other frameworks"
-        memory = self._job.memory.model_copy(update={"recompute": step.recompute, "optimizer": step.states})
+        memory = self._job.memory.with_optimizer(step.states).model_copy(update={"recompute": step.recompute})
         data = self._job.data.model_copy(update={"batch_sequences": layout.dp * layout.microbatches})
         try:
             parts = {"layout": parse_layout(str(layout)), "memory": memory, "data": data}

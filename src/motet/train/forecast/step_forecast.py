@@ -10,7 +10,7 @@ import torch
 
 from motet.cluster.cluster_settings import ClusterSettings
 from motet.cluster.device_specs import find_device
-from motet.cluster.local_device import device_name, measure_rates
+from motet.cluster.local_device import device_name, measure_host, measure_rates
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.monitor.events import StepPredicted
@@ -62,6 +62,8 @@ def _cluster(job: Job, ranks: int, device: torch.device) -> PlannedCluster | Non
     bus_Bps = rates["memory_Bps"]["value"] * _BUS_SHARE  # noqa: N806 - a unit
     port = {"kind": "bus", "alpha_s": _ALPHA_S, "bandwidth_Bps": bus_Bps, "bus_Bps": bus_Bps}
     values = {"device": "CPU", "devices_per_host": ranks, "gamma_s_per_byte": 1 / bus_Bps, "inside": port}
+    if job.memory.optimizer != "device":
+        values["host"] = measure_host(ranks)
     return _planned(values | {"rates": rates}, ranks)
 
 

@@ -32,6 +32,7 @@ from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironme
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
 from motet.train.launch.preflight import check_data, check_job, check_memory, check_model, check_split
+from motet.train.launch.place_choice import choose_places
 from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
@@ -119,6 +120,7 @@ class SupervisorIO:
 def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path, LaunchExitStatus]:
     """Train with local ranks. Returns the run folder and how the run ended."""
     remove_abandoned_temporary_folders()  # Also those of a killed run that had finished, so that resuming it is refused
+    request = replace(request, job=choose_places(request.job, io.log))
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
     check_split(job, ranks)
@@ -207,13 +209,14 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgres
         not job.layout.uses_server_processes,
         f"layout.data = {job.layout.data!r} takes several processes; use `motet train`, or leave it out here",
     )
-    job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
+    log = partial(stderr_console().print, highlight=False)
+    job = choose_places(job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})}), log)
     check_job(job, 1)
     check_memory(job, range(1), 1)
     request = TrainRequest(job, None, sys.argv, is_trusted=True)  # The caller's job runs, whatever the folder holds
     folder_choice = request.choose_folder()
     check_data(job, prepare_data(job.data))
-    threads, log = threads_for(SINGLE_RANK, job.run.requested_threads), partial(stderr_console().print, highlight=False)
+    threads = threads_for(SINGLE_RANK, job.run.requested_threads)
     with (
         stop_on_signals() as stop,
         _open_run_folder(request, folder_choice, stop, ranks=1, threads=threads, log=log) as snapshot,

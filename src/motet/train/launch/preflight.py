@@ -25,7 +25,13 @@ from motet.train.config_rules import check_compositions
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.memory_check.predicted_ranks import check_device_limit
-from motet.train.memory_check.step_prediction import MemoryNeed, layout_memory_problem, memory_need, memory_problem
+from motet.train.memory_check.step_prediction import (
+    MemoryNeed,
+    layout_memory_problem,
+    memory_need,
+    memory_problem,
+    model_spec,
+)
 
 if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
     from motet.data.corpus.token_store import PreparedData
@@ -40,6 +46,11 @@ def check_job(job: Job, ranks: int) -> Layout:
         not job.run.share_device,
         "run.share_device = true sends all communication of ranks on one device through the CPU, for the checks of "
         "scripts/gpu.py alone; leave it out, and start as many ranks as there are devices",
+    )
+    check_input(
+        job.memory.tiers == "explicit",
+        "memory.tiers = 'auto' is chosen where `motet train` starts the ranks of one machine; set memory.optimizer to "
+        "device, host or disk here",
     )
     check_model(job)
     check_compositions(dict(job))
@@ -154,9 +165,7 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         check_folder(Path(job.memory.folder))
     limits, nothing = tuple(read_memory_limits()), [dict[str, int]()] * len(local_processes)
     problem = memory_problem(f"job {job.name!r}", nothing, limits)
-    may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
-    is_split = job.layout.dims.size(TENSOR_DIMENSION) > 1
-    if problem or may_have_gpus or is_split or isinstance(job.model, UserModuleSettings):
+    if problem or not _knows_host_memory(job):
         check_input(not problem, problem)
         return
     inventory = inventory_of_spec(spec_from_settings(job.model))
@@ -173,6 +182,19 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         )
         _check_disk(job, plan, local_processes)
     check_input(not problem, problem)
+
+
+def _knows_host_memory(job: Job) -> bool:
+    """Whether the memory that local ranks need of the host is predicted before they start."""
+    may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
+    is_split = job.layout.dims.size(TENSOR_DIMENSION) > 1
+    return not (may_have_gpus or is_split or isinstance(job.model, UserModuleSettings))
+
+
+def knows_memory(job: Job) -> bool:
+    """Whether `check_memory` refuses steps that do not fit on the device of a rank."""
+    has_limit = job.memory.device_limit is not None and model_spec(job) is not None
+    return has_limit or _knows_host_memory(job)
 
 
 def _check_disk(job: Job, plan: StepPlan, local_ranks: range) -> None:

@@ -1,0 +1,60 @@
+"""The places that `memory.tiers = "auto"` chooses before ranks start: the first in which a step is predicted to fit.
+
+The device updates states faster than the host, and the host faster from its memory than from files.
+"""
+
+from collections.abc import Callable
+from typing import get_args
+
+from motet.core.errors import InputError, check_input
+from motet.memory.policy_choice import Place
+from motet.plan.planned_cluster import load_planned_cluster
+from motet.plan.search.ranking import LayoutRanking
+from motet.train.forecast.planned_job import planned_step, step_of_run
+from motet.train.job import Job
+from motet.train.job_step_plan import predicted_stages
+from motet.train.launch.preflight import check_job, check_memory, knows_memory
+
+
+def choose_places(job: Job, log: Callable[[str], None]) -> Job:
+    """The job with the chosen place of masters and moments, for local ranks; `log` gets the choice and its reason."""
+    if job.memory.tiers != "auto":
+        return job
+    ranks, problems = job.run.ranks, list[str]()
+    places: tuple[Place, ...] = get_args(Place)
+    for place in places:
+        candidate = job.model_copy(update={"memory": job.memory.with_optimizer(place)})
+        problem = _problem(candidate, ranks)
+        if problem is None:
+            reason = "; ".join(problems) or "a step fits on the devices"
+            log(f"memory.tiers = 'auto' chooses memory.optimizer={place}: {reason}")
+            return candidate
+        problems.append(f"with {place}, {problem.partition(';')[0]}")
+    raise InputError(
+        f"memory.tiers = 'auto' finds no place for masters and moments: {'; '.join(problems)}; use more ranks, "
+        "shard the states (layout.zero), or take a smaller model"
+    )
+
+
+def _problem(job: Job, ranks: int) -> str | None:
+    """Why a step does not fit, or None."""
+    if job.memory.optimizer == "disk" and job.memory.folder is None:
+        return "memory.folder is not set"
+    layout = check_job(job, ranks) if job.memory.optimizer == "device" else None  # Other mistakes are not problems
+    is_known = knows_memory(job)
+    check_input(
+        is_known or job.communication.cluster is not None,
+        "memory.tiers = 'auto' does not know the memory of this device or the sizes of this model; set "
+        "memory.device_limit for a model of motet, communication.cluster for GPUs, or memory.optimizer",
+    )
+    try:
+        layout = layout or check_job(job, ranks)
+        check_memory(job, range(ranks), ranks)
+        if is_known:
+            return None
+        assert job.communication.cluster is not None
+        cluster, step = load_planned_cluster(job.communication.cluster, ranks), planned_step(job, layout)
+        step = step_of_run(job, step, layout, stages=predicted_stages(job, layout).stages)
+        return LayoutRanking(step, cluster).predict(step)[1]
+    except InputError as error:
+        return str(error)
