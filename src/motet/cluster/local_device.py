@@ -192,8 +192,8 @@ def rate_kernels(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 
 
 def measure_host(ranks: int, repeats: int = 3) -> dict[str, Any]:
-    """The section [host] of a cluster file for CPU ranks of this machine, without its disk. Ranks beyond the cores share
-    them."""
+    """The section [host] of a cluster file for CPU ranks of this machine, without its disk. More ranks than cores share
+    the cores."""
     parameter = torch.zeros(_UPDATED, requires_grad=True)
     parameter.grad = torch.ones(_UPDATED)
     optimizer, target = torch.optim.AdamW([parameter], fused=True), torch.zeros(_UPDATED)

@@ -99,7 +99,7 @@ def plan_layouts(request: PlanRequest) -> None:
         print_json(report | ({"rejected": rejected} if request.shows_rejected else {}))
         return
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
-    notes = [_tier_note(request, ranking, cluster, outcome)] if request.layout is None else []
+    notes = [_tier_note(ranking, cluster, outcome, top=request.top)] if request.layout is None else []
     notes = [*filter(None, notes), *costs, _assumptions(step, cluster, request.headroom)]
     print_lines(*_lines(report, request, outcome), *notes)
 
@@ -322,15 +322,14 @@ def _lines(report: dict[str, Any], request: PlanRequest, outcome: Ranking) -> It
         yield from _rejected_lines(outcome, shows_all=request.shows_rejected)
 
 
-def _tier_note(request: PlanRequest, ranking: LayoutRanking, cluster: PlannedCluster, outcome: Ranking) -> str:
+def _tier_note(ranking: LayoutRanking, cluster: PlannedCluster, outcome: Ranking, *, top: int) -> str:
     """Name the places off the devices that make layouts fit."""
     if outcome.tried:
-        counts = " and ".join(f"{count:,} fit with memory.optimizer={place}" for place, count in outcome.tried.items())
-        return (
-            f"Fewer than {request.top} kinds of layouts fit with masters and moments on the devices; of the others, "
-            f"{counts} (`optimizer=` in their rows)."
+        fit = [f"{count:,} fit with memory.optimizer={place}" for place, count in outcome.tried.items() if count]
+        return f"Fewer than {top} kinds of layouts fit with masters and moments on the devices; of the others, " + (
+            f"{' and '.join(fit)} (`optimizer=` in their rows)." if fit else "none fits with them on the host either."
         )
-    is_short = ranking.may_use_tiers and len(outcome.kinds) < request.top
+    is_short = ranking.may_use_tiers and len(outcome.kinds) < top
     return _missing_host(ranking, cluster).strip("; ") if is_short else ""
 
 

@@ -123,7 +123,7 @@ class PlannedMemory:
             for rank in self.elsewhere[first : first + stages]:
                 total.update({name: round(together * size) for name, size in rank.get(place, {}).items()})
             hosts.append(total)
-        return dict(max(hosts, key=lambda total: total.total(), default=Counter()))
+        return max(hosts, key=lambda total: sum(total.values()), default={})
 
     @property
     def worst(self) -> RankMemory:

@@ -182,7 +182,7 @@ def _tiers_of(cluster: PlannedCluster) -> tuple[Place, ...]:
 class LayoutRanking:
     """Ranks the layouts of one job on one cluster; `headroom` is the share of its memory that stays free.
 
-    Where fewer kinds of layouts fit than are ranked, those that do not fit are tried with states on the host, and where
+    Where fewer kinds of layouts fit than are ranked, the others are tried with states on the host, and where
     its memory is not enough, on disk.
     """
 
@@ -214,7 +214,7 @@ class LayoutRanking:
         outcomes = [*map_parts(self._bounds, layouts, partial(report, "time and memory of layouts"))]
         kinds_that_fit = {kind_of(each.layout) for each in outcomes if isinstance(each, Candidate)}
         tried = self._tiers if len(kinds_that_fit) < top else ()
-        if tried:  # Never where many layouts fit: it would take as long again
+        if tried:  # Where many layouts fit, trying the others would take as long again
             self._try_tiers(layouts, outcomes, report)
         fitting = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
         rejected += [outcome for outcome in outcomes if isinstance(outcome, RejectedPlan)]
@@ -225,9 +225,7 @@ class LayoutRanking:
         by_place = {place: sum(each.states == place for each in fitting) for place in tried}
         return Ranking(kinds, tuple(rejected), len(fitting), equal, self._untrained(search, refusal), by_place)
 
-    def _try_tiers(
-        self, layouts: Sequence[Layout], outcomes: list[RejectedPlan | Candidate], report: Report
-    ) -> None:
+    def _try_tiers(self, layouts: Sequence[Layout], outcomes: list[RejectedPlan | Candidate], report: Report) -> None:
         """Replace the outcomes of layouts that do not fit on the devices by those with states elsewhere."""
         needs_memory = [
             index

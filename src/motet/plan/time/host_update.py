@@ -130,7 +130,7 @@ class HostUpdate:
         return parts | {slowest: parts.get(slowest, 0.0) + self.exposed_update_s}
 
 
-def host_update(
+def simulate_host_update(
     parts: Sequence[PartSeconds],
     *,
     reduced: Sequence[float],

@@ -15,7 +15,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction, message_of
 from motet.parallel.pipeline.schedule_timeline import event_times
 from motet.parallel.pipeline.schedules import order_of_computations
 from motet.plan.planned_step import is_expert
-from motet.plan.time.host_update import HostUpdate, Span
+from motet.plan.time.host_update import HostUpdate
 from motet.plan.time.stage_times import PlannedBlock, simulate_backward, simulate_forward
 from motet.plan.time.step_simulation import GATHERED_ONCE, REDUCED, StepSimulation
 
@@ -29,6 +29,7 @@ _STREAM_OF_KIND: dict[StepEventKind, StepStream] = {
     **dict.fromkeys(("send", "receive"), "host link"),
     **dict.fromkeys(("read", "write"), "disk"),
 }  # Others compute
+_UPDATE_KINDS: tuple[StepEventKind, ...] = ("read", "update", "write", "receive", "gather")  # As in PartSpans
 _EXCHANGES = ("tensor parallelism", "expert parallelism", "context parallelism")
 
 
@@ -206,15 +207,14 @@ class _EventBuilder:
             span = at - update.reduced_s + start, at - update.reduced_s + stop
             add("send", f"sums of part {number} to the host", span)
         add("norm", "agree on the norm", (at, at + simulation.optimizer_s))
-        at += simulation.optimizer_s + slowest.exposed_send_s
+        at += simulation.optimizer_s
+        first = at + update.exposed_send_s
         for number, spans in enumerate(update.spans, 1):
-            names = ("read", "update", "write", "receive", "gather")
-            kinds: list[tuple[StepEventKind, Span]] = list(zip(names, spans, strict=True))
-            for kind, (start, stop) in kinds:
+            for kind, (start, stop) in zip(_UPDATE_KINDS, spans, strict=True):
                 stream: StepStream = "host cores" if kind == "update" else _STREAM_OF_KIND[kind]
-                add(kind, f"{kind} part {number}", (at + start, at + stop), stream=stream)
-        end = self._add_waits(rank, at + slowest.exposed_update_s)
-        self._add_next_forward(rank, end, update.spans[-1].gather.stop + at)
+                add(kind, f"{kind} part {number}", (first + start, first + stop), stream=stream)
+        end = self._add_waits(rank, at + slowest.exposed_s)
+        self._add_next_forward(rank, end, first + update.spans[-1].gather.stop)
 
     def _add_reductions(self, rank: int, limit: float) -> None:
         """Add the reductions of buckets, in order."""

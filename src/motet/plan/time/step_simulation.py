@@ -19,7 +19,7 @@ from motet.parallel.pipeline.schedule_timeline import Durations, EventGraph
 from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
 from motet.parallel.step_plan.traffic import host_link_bytes_per_element
 from motet.plan.planned_step import ParameterCounts, PlannedStep, count_parameters
-from motet.plan.time.host_update import HostRates, HostUpdate, PartSeconds, host_update
+from motet.plan.time.host_update import HostRates, HostUpdate, PartSeconds, simulate_host_update
 from motet.plan.time.kernel_times import DeviceRates
 from motet.plan.time.stage_times import (
     GroupTimes,
@@ -446,7 +446,7 @@ class StepSimulation:
         reduction_s, hides = self.exposed_collectives.reduction_s, self.hides_data_parallel
         backward_s = self._rounds * rank.backward_s + reduction_s
         window_s = self._rounds * rank.forward_s if hides and step.communication.overlap == "forward" else 0.0
-        return host_update(
+        return simulate_host_update(
             [PartSeconds(*(value / count for value in seconds))] * count,
             reduced=[backward_s * (index / count if hides else 1) for index in range(1, count + 1)],
             needed=[window_s * index / count for index in range(count)],

@@ -31,8 +31,8 @@ from motet.parallel.parameter_server.server_settings import extra_process_count,
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, cpu_backend_name, threads_for
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
-from motet.train.launch.preflight import check_data, check_job, check_memory, check_model, check_split
 from motet.train.launch.place_choice import choose_places
+from motet.train.launch.preflight import check_data, check_job, check_memory, check_model, check_split
 from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
