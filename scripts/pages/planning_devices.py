@@ -15,8 +15,8 @@ PAGE = "reference/planning-devices.md"
 _INTRODUCTION = """# Devices, links and presets
 
 `motet plan` predicts with the numbers on this page. A [cluster file](cluster.md) replaces them: section `[datasheet]`
-those of a device, `[inside.vendor]` and `[between.vendor]` those of a class of links. Each number is of a *datasheet*,
-*measured* or *assumed*.
+those of a device, `[inside.vendor]` and `[between.vendor]` those of a class of links, `[host]` those of a host. Each
+number is of a *datasheet*, *measured* or *assumed*.
 
 ## Devices
 """
@@ -120,6 +120,27 @@ def _library_tables() -> tuple[str, str, str, str]:
     return _LIBRARY, tables[0], _CONSTANTS, tables[1]
 
 
+_HOSTS = """
+## Hosts
+
+Masters and moments that do not lie on the devices are in the memory of the host, or on its disk. The memory is that of
+all devices of a host together, the link that of one device in one direction. *Updates* are the bytes of masters and
+moments that all cores together update in a second: 0.3 of the datasheet's bandwidth of the memory, since 28 bytes
+travel for 12 of them, and 70 % of the bandwidth is assumed to be reached. Other presets have no section `[host]`.
+"""
+
+
+def _host_rows() -> list[list[str]]:
+    presets, rows = cluster_presets(), list[list[str]]()
+    for name in (each for each in presets if each not in PRESET_ALIASES):
+        host = settings_from_dict(ClusterSettings, tomllib.loads(presets[name]), name).host
+        if host is not None:
+            disk = "--" if host.scratch_Bps is None else _speed(host.scratch_Bps.with_origin)
+            figures = (_speed(each.with_origin) for each in (host.memory_bytes, host.link_Bps, host.update_Bps))
+            rows.append([f"`{name}`", *figures, str(host.cores), disk])
+    return rows
+
+
 def _speed(number: HardwareNumberWithOrigin) -> str:
     return f"{number.value / 1e9:g} {number.origin[0]}"
 
@@ -194,5 +215,8 @@ def page() -> str:
         links,
         *_library_tables(),
         _PRESETS,
+        markdown_table(head, rows),
+        _HOSTS,
+        markdown_table(["name", "memory GB", "link GB/s", "updates GB/s", "cores", "disk GB/s"], _host_rows()),
     )
-    return "\n".join([part.strip("\n") + "\n" for part in tables]) + "\n" + markdown_table(head, rows)
+    return "\n".join([part.strip("\n") + "\n" for part in tables])

@@ -101,6 +101,8 @@ def plan_layouts(request: PlanRequest) -> None:
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
     notes = [_tier_note(ranking, cluster, outcome, top=request.top)] if request.layout is None else []
     notes = [*filter(None, notes), *costs, _assumptions(step, cluster, request.headroom)]
+    if any(kind.best.step.states != "device" for kind in outcome.kinds):
+        notes.append(_host_assumptions(cluster))
     print_lines(*_lines(report, request, outcome), *notes)
 
 
@@ -399,6 +401,20 @@ def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> s
         "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices to which the "
         "planner was not fitted. `motet plan validate` predicts published steps."
     )
+
+
+def _host_assumptions(cluster: PlannedCluster) -> str:
+    """The figures of a host, with their origin."""
+    host = cluster.host
+    assert host is not None
+    figures = [
+        f"{format_bytes(host.memory_bytes.value)} of memory ({host.memory_bytes.origin})",
+        f"a link of {host.link_Bps.value / 1e9:g} GB/s to each device ({host.link_Bps.origin})",
+        f"{host.cores} cores that update {host.update_Bps.value / 1e9:g} GB/s of states ({host.update_Bps.origin})",
+    ]
+    if (disk := host.scratch_Bps) is not None:
+        figures.append(f"a disk of {disk.value / 1e9:g} GB/s ({disk.origin})")
+    return f"A host has {', '.join(figures)}; no published step has checked these times."
 
 
 def _rejected_lines(outcome: Ranking, *, shows_all: bool) -> Iterator[str]:
