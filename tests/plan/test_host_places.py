@@ -153,6 +153,12 @@ def test_two_parts_wait_for_the_slowest_resource(part: PartSeconds, first: Any, 
     assert [tuple(map(tuple, spans)) for spans in simulate_update([part, part])] == [first, second]
 
 
+def test_a_disk_reads_one_part_ahead() -> None:
+    spans = simulate_update([PartSeconds(read=1, update=1, write=1)] * 3)
+    assert [each.read for each in spans] == [(0, 1), (1, 2), (3, 4)]
+    assert [each.write for each in spans] == [(2, 3), (4, 5), (5, 6)]
+
+
 def test_sums_travel_one_after_the_other() -> None:
     parts = [PartSeconds(send=2), PartSeconds(send=3)]
     assert simulate_sends(parts, [1, 2]) == [(1, 3), (3, 6)]  # The second is ready before the link is free
