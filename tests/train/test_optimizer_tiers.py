@@ -71,10 +71,10 @@ def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> N
     need = memory_need(engine.plan, job.precision.resolved, job.optimizer, rank=rank, place="host")
     state, engines = engine.optimizer.state_by_kind(), engine.optimizer.sharded_parameters.engines
     kept = sum(shard.values.nbytes for kind in state for shard in state[kind].values() if shard.shape)
-    gradients = sum(sent.nbytes for each in engines for sent in each._sent_gradients)
+    gradients = sum(sent.nbytes for each in engines for sent in each._sent_gradients.values())
     padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host")
     assert need["gradients that were sent"] == gradients > 0
-    assert 0 <= padding <= 0.01 * kept  # Buckets have padding
+    assert 0 <= padding <= 0.02 * kept  # Buckets have padding
 
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -112,16 +112,22 @@ QUICK = [("host", 0), ("host", 3), ("host", 8), ("host", 9), ("disk", 1), ("disk
 def test_states_elsewhere_have_the_bits_of_the_device(
     ranks: Ranks, tmp_path: Path, layout: str, settings: list[str], place: str
 ) -> None:
+    check_bits(ranks, tmp_path, layout, settings, place)
+
+
+def check_bits(
+    ranks: Ranks, tmp_path: Path, layout: str, settings: list[str], place: str, *, overlap: str = "backward"
+) -> None:
+    """Training with states elsewhere has the bits of training with states on the device."""
     words = [f"layout.{word}" for word in layout.split()]
     jobs = [
         small_job(tmp_path, "optimizer.clip_norm=0.05", *words, *settings, f"memory.optimizer={each}", *more)
-        for each, more in (("device", []), (place, [f"memory.folder={tmp_path}"] * (place == "disk")))
+        for each, more in (
+            ("device", []),
+            (place, [f"memory.folder={tmp_path}"] * (place == "disk") + [f"communication.overlap={overlap}"]),
+        )
     ]
-    world = 1
-    for word in layout.split():
-        key, _, value = word.partition("=")
-        world *= int(value) if key in ("dp", "tp", "pp") else 1
-    first, second = (ranks.run(world, trained, job, timeout_s=120) for job in jobs)
+    first, second = (ranks.run(world_of(layout), trained, job, timeout_s=120) for job in jobs)
     for (results, tensors, *_), (other_results, other_tensors, sent, planned, moved, files) in zip(
         first, second, strict=True
     ):
@@ -132,6 +138,39 @@ def test_states_elsewhere_have_the_bits_of_the_device(
         assert sent == [STEPS * planned.to_host, updates * planned.to_device]
         assert planned.to_host > 0 and updates
         assert moved == [updates * files, updates * files] and bool(files) == (place == "disk")
+
+
+def world_of(layout: str) -> int:
+    """The ranks of a layout."""
+    world = 1
+    for word in layout.split():
+        key, _, value = word.partition("=")
+        world *= int(value) if key in ("dp", "tp", "pp") else 1
+    return world
+
+
+OVERLAPPED = [
+    ("zero=1", "host", ["precision.recipe=bf16"]),
+    ("dp=2 zero=1", "host", []),
+    ("dp=2 zero=1", "disk", ["precision.recipe=bf16"]),
+    ("dp=2 zero=2 microbatches=2", "host", ["precision.recipe=fp32", "communication.first_bucket_mib=0.01"]),
+    ("dp=2 zero=3 microbatches=2", "host", ["precision.recipe=bf16"]),
+    ("dp=2 zero=3", "disk", ["precision.recipe=fp32"]),
+    ("dp=2 tp=2 zero=1", "host", ["precision.recipe=bf16", "communication.bucket_mib=0.01"]),
+    ("dp=2 pp=2 zero=1 microbatches=2", "host", ["precision.recipe=fp32"]),
+    ("dp=2 zero=1", "disk", ["precision.recipe=fp16", "precision.loss_scale_initial=4194304"]),
+    ("dp=2 zero=2", "host", ["run.reproducible=layout"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "settings"),
+    [pytest.param(*case, marks=() if i in (3, 5) else pytest.mark.proof) for i, case in enumerate(OVERLAPPED)],
+)
+def test_updates_that_overlap_with_forward_have_the_same_bits(
+    ranks: Ranks, tmp_path: Path, layout: str, place: str, settings: list[str]
+) -> None:
+    check_bits(ranks, tmp_path, layout, settings, place, overlap="forward")
 
 
 @pytest.mark.parametrize(("first", "second"), [("host", "disk"), ("disk", "device"), ("device", "host")])

@@ -195,6 +195,10 @@ class MemorySettings(FrozenSettings):
     """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
     updates them; or in files that the host reads, updates and writes piece by piece."""
 
+    update: Literal["exact", "delayed"] = "exact"
+    """When the host updates masters that do not lie on the device: between two steps, or with the gradients of the step
+    before while a step computes, which is another training."""
+
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
