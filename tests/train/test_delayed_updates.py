@@ -29,8 +29,13 @@ def make_module() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
+BAD_STEP = 4
+
+
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+    """Inputs, which in one step give a loss that is not finite."""
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+    return inputs * torch.inf if step == BAD_STEP else inputs
 
 
 def loss_sum(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
@@ -70,7 +75,8 @@ def plain_loop(norms: list[float], ranks: int) -> dict[str, Tensor]:
             optimizer.param_groups[0]["lr"] = pending[1]
             optimizer.step()
         scale = min(1.0, CLIP / norms[step]) / (4 * ranks)
-        pending = [sum(each[1:], each[0]) * scale for each in zip(*gradients, strict=True)], rate
+        summed = [sum(each[1:], each[0]) * scale for each in zip(*gradients, strict=True)]
+        pending = None if step == BAD_STEP else (summed, rate)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
@@ -137,7 +143,12 @@ def test_a_delayed_update_in_files_has_the_same_bits(
 
 def test_a_run_goes_on_with_its_pending_gradient(ranks: Ranks, tmp_path: Path) -> None:
     def job_of(steps: int, stage: int, update: str = "delayed") -> Job:
-        settings = ["optimizer.schedule.kind=constant", f"layout.zero={stage}", "memory.optimizer=host"]
+        settings = [
+            "optimizer.schedule.kind=constant",
+            "optimizer.schedule.warmup_steps=6",
+            f"layout.zero={stage}",
+            "memory.optimizer=host",
+        ]
         return small_job(tmp_path, *settings, f"memory.update={update}", f"run.steps={steps}")
 
     for folder, jobs in (
