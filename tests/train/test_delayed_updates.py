@@ -1,6 +1,8 @@
 """Updates with the gradients of the step before, while a step computes: another training, with its bits defined by a
 plain loop."""
 
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job
 from train.test_optimizer_tiers import has_same_bits
 
-STEPS, RATES, CLIP = 7, (0.01, 0.02, 0.03, 0.02, 0.01, 0.04, 0.01), 0.5
+RATES, CLIP = (0.01, 0.02, 0.03, 0.02, 0.01, 0.04, 0.01), 0.5
+STEPS = len(RATES)
 OPTIMIZER = {"weight_decay": 0.0, "clip_norm": CLIP, "betas": (0.9, 0.95), "eps": 1e-6}
 
 
@@ -42,14 +45,20 @@ def loss_sum(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
     return (module(inputs) - inputs.flip(1)).square().sum(), len(inputs)
 
 
-def delayed(group: RankGroup, layout: str, update: str) -> tuple[dict[str, Tensor], list[float]]:
-    """The parameters after some steps of a custom loop, and the norms of gradients."""
-    memory = {"optimizer": "host", "update": update}
-    module = make_module()
-    engine = motet.parallelize(module, layout, loss=loss_sum, optimizer=OPTIMIZER, memory=memory)
-    norms = [
-        engine.step(batch(step, group.rank), learning_rate=rate).grad_norm for step, rate in enumerate(RATES[:STEPS])
-    ]
+def delayed(
+    group: RankGroup, layout: str, update: str, checkpoints: Path | None = None
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The parameters after some steps of a custom loop, and the norms of gradients. With a folder of checkpoints, a
+    second engine continues from one in the middle."""
+    memory, norms = {"optimizer": "host", "update": update}, list[float]()
+    start = partial(motet.parallelize, loss=loss_sum, optimizer=OPTIMIZER, memory=memory)
+    engine = start(module := make_module(), layout)
+    for step, rate in enumerate(RATES):
+        if checkpoints and step == 3:
+            engine.save(checkpoints, step)
+            engine = start(module := make_module(), layout)
+            assert engine.restore(checkpoints) == step
+        norms.append(engine.step(batch(step, group.rank), learning_rate=rate).grad_norm)
     engine.synchronize()
     with engine.consensus_parameters():
         return {name: _full(p) for name, p in module.named_parameters()}, norms
@@ -65,7 +74,7 @@ def plain_loop(norms: list[float], ranks: int) -> dict[str, Tensor]:
     module, pending = make_module(), None
     parameters = [*module.parameters()]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0, fused=True)
-    for step, rate in enumerate(RATES[:STEPS]):
+    for step, rate in enumerate(RATES):
         gradients: Any = [
             torch.autograd.grad(loss_sum(module, batch(step, rank))[0], parameters) for rank in range(ranks)
         ]
@@ -83,8 +92,9 @@ def plain_loop(norms: list[float], ranks: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world", "layout"), [(1, "zero=0"), (2, "zero=0"), (2, "zero=1"), (2, "zero=2"), (2, "zero=3")]
 )
-def test_a_delayed_update_is_that_of_a_plain_loop(ranks: Ranks, world: int, layout: str) -> None:
-    for parameters, norms in ranks.run(world, delayed, layout, "delayed"):
+def test_a_delayed_update_is_that_of_a_plain_loop(ranks: Ranks, tmp_path: Path, world: int, layout: str) -> None:
+    runs = [ranks.run(world, delayed, layout, "delayed", *more) for more in ((), (tmp_path,))]
+    for parameters, norms in chain(*runs):
         assert sum(norm > CLIP for norm in norms) > STEPS // 2
         wanted = plain_loop(norms, world)
         assert [name for name in wanted if not has_same_bits(parameters[name], wanted[name])] == []
@@ -143,12 +153,7 @@ def test_a_delayed_update_in_files_has_the_same_bits(
 
 def test_a_run_goes_on_with_its_pending_gradient(ranks: Ranks, tmp_path: Path) -> None:
     def job_of(steps: int, stage: int, update: str = "delayed") -> Job:
-        settings = [
-            "optimizer.schedule.kind=constant",
-            "optimizer.schedule.warmup_steps=6",
-            f"layout.zero={stage}",
-            "memory.optimizer=host",
-        ]
+        settings = ["optimizer.schedule.kind=constant", f"layout.zero={stage}", "memory.optimizer=host"]
         return small_job(tmp_path, *settings, f"memory.update={update}", f"run.steps={steps}")
 
     for folder, jobs in (
