@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from motet.memory.tiers.optimizer_states import FileStates
+from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import HostLinkBytes, host_link_bytes, state_files
@@ -235,3 +237,50 @@ def test_files_fit_where_the_host_is_too_small(tmp_path: Path, memory_cgroup: Pa
     on_host, on_disk = train("memory.optimizer=host"), train("memory.optimizer=disk", f"memory.folder={tmp_path}")
     assert on_host.returncode == 3 and "SIGKILL" in on_host.stderr, on_host.stderr[-500:]
     assert on_disk.returncode == 0, on_disk.stderr[-500:]
+
+
+def updates_in_forward(group: RankGroup, job: Job) -> list[int]:
+    """The masters that were not updated yet when the first block began the forward of each step after the second. Each
+    update of the last ones waits for that forward."""
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        engine, step = parts.engine, parts.make_train_step(job)
+        optimizer, begun, left = engine.optimizer, threading.Event(), list[int]()
+        updates: Any = optimizer._states.updates if optimizer._states else None
+        update_slice, count = optimizer._update_slice, len(optimizer._masters)
+        done = list[int]()
+
+        def waiting(index: int, following: list[int]) -> None:
+            if index == updates_last and not begun.wait(30):
+                raise TimeoutError("the forward does not begin before the last update")
+            update_slice(index, following)
+            done.append(index)
+
+        def on_forward(module: torch.nn.Module, args: object) -> None:
+            left.append(len(updates._left))
+            begun.set()
+
+        optimizer._update_slice = waiting
+        updates_last = -1
+        blocks = find_blocks(parts.model.module)
+        for index in range(4):
+            step.step(index, 0.01)
+            if index == 0:
+                blocks[0].register_forward_pre_hook(on_forward)
+            begun.clear()
+            order = optimizer.sharded_parameters.update_order
+            assert order is not None and sorted(order) == list(range(count))
+            updates_last = order[-1]
+        begun.set()
+        optimizer.sharded_parameters.wait_for_pending()
+        assert len(done) == 4 * count
+        return left
+
+
+@pytest.mark.parametrize("layout", ["zero=1", "dp=2 zero=1", "dp=2 zero=3"])
+def test_the_forward_begins_before_the_last_update(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    small = [] if "zero=3" in layout else ["communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01"]
+    words = [f"layout.{word}" for word in layout.split()]
+    job = small_job(tmp_path, *words, *small, "memory.optimizer=host", "communication.overlap=forward")
+    for left in ranks.run(world_of(layout), updates_in_forward, job, timeout_s=120):
+        assert len(left) == 3 and all(left[1:])
