@@ -50,6 +50,11 @@ class CompositeDataParallel:
         self.counted_names = frozenset[str]().union(*counted_names)
 
     @property
+    def updates_in_forward(self) -> bool:
+        """Whether masters are updated while the next forward computes."""
+        return self.updates_on_arrival or bool(self._states and self._states.overlaps)
+
+    @property
     def local_masters(self) -> list[Tensor]:
         """The master parameters that this rank updates."""
         if self._states is not None:
