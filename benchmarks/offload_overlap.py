@@ -7,7 +7,8 @@ the seconds of each part and says which of them no computation hides.
 
     python benchmarks/offload_overlap.py [--rounds 15] [--blocks 8] [--forward-ms 20] [--link-ms 10 20 40] [--page]
 
---link-ms is the time of a block's sums, or of its values, on the link. --page writes docs/benchmarks/offload-overlap.md.
+--link-ms is the time of a block's sums, or of its values, on the link. --page writes
+docs/benchmarks/offload-overlap.md.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from motet.plan.time.host_update import PartSeconds, simulate_host_update
 from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, progress, quartiles
@@ -27,7 +29,6 @@ from torch import Tensor, nn
 
 import motet
 from motet.memory.tiers.device_limit import host_memory
-from motet.plan.time.host_update import PartSeconds, simulate_host_update
 
 PAGE = DOCS / "offload-overlap.md"
 TIMED_STEPS = 3
@@ -91,16 +92,16 @@ def measure(options: argparse.Namespace) -> tuple[str, list[list[str]]]:
             ]
         )
     text = (
-        f"{options.blocks} blocks that sleep {options.forward_ms:g} ms forward and twice as long backward; the step takes "
-        f"{statistics.median(times['device']) * 1e3:.0f} ms with states on the device. The host updates a block in "
-        f"{update_s * 1e3:.1f} ms. {options.rounds} rounds."
+        f"{options.blocks} blocks that sleep {options.forward_ms:g} ms forward and twice as long backward; the step "
+        f"takes {statistics.median(times['device']) * 1e3:.0f} ms with states on the device. The host updates a "
+        f"block in {update_s * 1e3:.1f} ms. {options.rounds} rounds."
     )
     return text, rows
 
 
 def exposed_seconds(mode: str, blocks: int, forward_s: float, *, link_s: float, update_s: float) -> float:
-    """The seconds that computation does not hide, by the planner. A delayed update is hidden by the step, and its values
-    travel when the step has ended."""
+    """The seconds that computation does not hide, by the planner. A delayed update is hidden by the step, and its
+    values travel when the step has ended."""
     parts = [PartSeconds(send=link_s, update=update_s, receive=link_s)] * blocks
     reduced = [2 * forward_s * (index + 1) for index in range(blocks)]
     overlaps = "forward" in mode

@@ -6,12 +6,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from motet.memory.tiers import optimizer_states
+from motet.memory.tiers.host_link import ImmediateLink
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.fsdp import local_shard
@@ -284,3 +287,45 @@ def test_the_forward_begins_before_the_last_update(ranks: Ranks, tmp_path: Path,
     job = small_job(tmp_path, *words, *small, "memory.optimizer=host", "communication.overlap=forward")
     for left in ranks.run(world_of(layout), updates_in_forward, job, timeout_s=120):
         assert len(left) == 3 and all(left[1:])
+
+
+class SlowLink(ImmediateLink):
+    """Values arrive some time after they were sent, in another thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._sender = ThreadPoolExecutor(1)
+        self._sent = list[Future[None]]()
+
+    def to_device(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        cast = values.to(target.dtype, copy=True)
+
+        def send() -> None:
+            time.sleep(0.02)
+            with torch.no_grad():
+                target.copy_(cast)
+
+        self._sent.append(self._sender.submit(send))
+
+    def wait_for_device(self) -> None:
+        wait(self._sent)
+
+
+def trained_over_a_slow_link(group: RankGroup, job: Job) -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_states, "link_of", SlowLink)
+        return trained(group, job)
+
+
+@pytest.mark.parametrize("layout", ["zero=1", "dp=2 zero=1", pytest.param("dp=2 zero=3", marks=pytest.mark.proof)])
+def test_a_forward_waits_for_values_that_arrive_late(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    words = [f"layout.{word}" for word in layout.split()]
+    small = [] if "zero=3" in layout else ["communication.bucket_mib=0.05", "communication.first_bucket_mib=0.05"]
+    late = ["memory.optimizer=host", "communication.overlap=forward"]
+    here, there = (
+        ranks.run(world_of(layout), function, small_job(tmp_path, *words, *small, *more), timeout_s=120)
+        for function, more in ((trained, []), (trained_over_a_slow_link, late))
+    )
+    for (results, tensors, *_), (other_results, other_tensors, *_) in zip(here, there, strict=True):
+        assert results == other_results
+        assert [name for name in tensors if not has_same_bits(tensors[name], other_tensors[name])] == []
