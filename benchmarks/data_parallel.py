@@ -9,10 +9,12 @@ Peers run on Gloo, their usual backend, and on the backend `motet`. Each also ru
 nothing: the additional time of a step with communication is the exposed communication, with waits for slower ranks.
 
     python benchmarks/data_parallel.py [--ranks 2] [--rounds 7] [--rows 16 2] [--dtypes fp32] [--stages 0 1 2 3]
-                                       [--only motet peer deepspeed] [--steps 3] [--page]
+                                       [--only motet peer deepspeed] [--steps 3] [--offload] [--page]
 
---rows is the batch of all ranks. --page writes the tables into docs/benchmarks/data-parallel.md. DeepSpeed takes part
-where it is installed (`make bench` tries to).
+--rows is the batch of all ranks. With --offload the states lie in the memory of the host, at stages 2 and 3: motet's,
+FSDP2's with `CPUOffloadPolicy` (its parameters lie there, too) and DeepSpeed's ZeRO-Offload, beside motet's on the
+device. --page writes the tables into docs/benchmarks/data-parallel.md, or offload.md. DeepSpeed takes part where it is
+installed (`make bench` tries to).
 """
 
 import argparse
@@ -36,7 +38,7 @@ from parts.report.pages import fill
 from parts.report.ratio_tables import Times, sections, table_of_exposed, table_of_ratios
 from parts.rounds import interleave, mean_over_ranks, progress
 
-PAGE = Path(__file__).parents[1] / "docs/benchmarks/data-parallel.md"
+DOCS = Path(__file__).parents[1] / "docs/benchmarks"
 WARM_UP = 1
 LENGTH = 256
 BATCHES = 4
@@ -63,7 +65,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--only", nargs="+", default=list(MAKERS), choices=list(MAKERS))
-    parser.add_argument("--page", action="store_true", help=f"write the tables into {PAGE.name}")
+    parser.add_argument("--offload", action="store_true", help="states in the memory of the host")
+    parser.add_argument("--page", action="store_true", help="write the tables into a page")
     return parse_arguments(parser, rounds=1, steps=1, rows=[2], stages=[0, 3])
 
 
@@ -95,16 +98,19 @@ def measure(options: argparse.Namespace) -> None:
             check_losses(losses, dtype)
             if leads:
                 title = f"{dtype}, {rows} x {LENGTH} tokens"
-                tables[title] = [table_of_ratios(times, losses, rows * LENGTH), table_of_exposed(times)]
+                tables[title] = [table_of_ratios(times, losses, rows * LENGTH)]
+                tables[title] += [] if options.offload else [table_of_exposed(times)]
                 print(f"\n{title}\n", *tables[title], conditions(options), sep="\n", flush=True)
     if leads and options.page:
-        fill(PAGE, [conditions(options), *sections(tables)])
+        fill(DOCS / ("offload.md" if options.offload else "data-parallel.md"), [conditions(options), *sections(tables)])
     dist.barrier()
     dist.destroy_process_group()
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """List motet, its peer and DeepSpeed for each stage and backend; motet also runs alone with other overlaps."""
+    if options.offload:
+        return offload_contenders(options)
     found = []
     for stage in options.stages:
         for who in options.only:
@@ -114,6 +120,20 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
             if who == "motet":
                 found += [replace(found[-3], overlap=overlap) for overlap in ("none", "forward")]
     return found
+
+
+def offload_contenders(options: argparse.Namespace) -> list[Contender]:
+    """List motet with states on the host and on the device, and the peers that keep them on the host, on one backend
+    each."""
+    motet = [
+        Contender(stage, "motet", "motet", place=place, overlap=overlap)
+        for stage in (2, 3)
+        for place, overlap in (("host", "backward"), ("host", "forward"), ("device", "backward"))
+    ]
+    peers = [Contender(3, "peer", backend, place="host") for backend in ("gloo", "motet")]
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    deepspeed = [Contender(2, "deepspeed", "gloo", place="host")] * has_deepspeed
+    return [each for each in (*motet, *peers, *deepspeed) if each.who in options.only]
 
 
 def take_turns(

@@ -29,14 +29,18 @@ class Contender:
     """`motet`, `gloo`, or `null`: without any communication."""
     overlap: str = "backward"
     """`communication.overlap`, for motet."""
+    place: str = "device"
+    """The place of masters and moments; the parameters of FSDP2 lie there, too."""
 
     @property
     def name(self) -> str:
+        on_host = self.place == "host"
         if self.who == "peer":
-            return PEER_NAMES[self.stage]
+            return PEER_NAMES[self.stage] + ", `CPUOffloadPolicy`" * on_host
         if self.who == "deepspeed":
-            return f"DeepSpeed ZeRO-{self.stage}"
-        return "motet" if self.overlap == "backward" else f'motet, `overlap = "{self.overlap}"`'
+            return f"DeepSpeed ZeRO-{'Offload, stage ' * on_host}{self.stage}"
+        settings = [f'`overlap = "{self.overlap}"`'] * (self.overlap != "backward")
+        return ", ".join(["motet", *["states on the host"] * on_host, *settings])
 
 
 PEER_NAMES = {
@@ -77,6 +81,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Trainer:
     """Make a trainer with `motet.parallelize`, on a process group that need not be the default one."""
+    from motet.memory.policy_choice import MemorySettings
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import LayoutSettings, resolve_layout
     from motet.parallel.process.process_group import RankGroup
@@ -93,6 +98,7 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
         ),
         communication=CommunicationSettings(overlap=contender.overlap),  # type: ignore[arg-type]
         precision=PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
+        memory=MemorySettings(optimizer=contender.place),  # type: ignore[arg-type]
     )
     layout = resolve_layout(settings.layout, ranks.world, ranks.world)
     engine = build_engine(
@@ -104,7 +110,8 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
 def make_peer(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Trainer:
     """torch's own: DDP, with a sharded optimizer at stage 1, and FSDP2."""
     if contender.stage >= 2:
-        return _loop(*_fsdp2(dtype, group, reshard_after_forward=contender.stage == 3), autocast=False)
+        made = _fsdp2(dtype, group, reshard_after_forward=contender.stage == 3, on_host=contender.place == "host")
+        return _loop(*made, autocast=False)
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
@@ -119,14 +126,16 @@ def make_peer(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tra
 
 
 def _fsdp2(
-    dtype: str, group: dist.ProcessGroup, reshard_after_forward: bool
+    dtype: str, group: dist.ProcessGroup, *, reshard_after_forward: bool, on_host: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     module: Any = make_module()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
     ways: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, "cpu"), "mp_policy": policy}
+    if on_host:
+        ways["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for block in module.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **ways)
     fully_shard(module, reshard_after_forward=reshard_after_forward, **ways)
@@ -163,7 +172,13 @@ def make_deepspeed(contender: Contender, dtype: str, group: dist.ProcessGroup) -
     }
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module), config=config, dist_init_required=False)
+    optimizer = adamw(module)
+    if contender.place == "host":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # Compiled when it is first made
+
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        optimizer = DeepSpeedCPUAdam(parameter_groups(module), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
 
     def step(tokens: Tensor) -> float:
         groups._WORLD_GROUP = group  # stage 0 looks for it in each step

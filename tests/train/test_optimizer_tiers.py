@@ -3,15 +3,20 @@
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from motet.memory.tiers import optimizer_states
+from motet.memory.tiers.host_link import ImmediateLink
 from motet.memory.tiers.optimizer_states import FileStates
+from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import HostLinkBytes, host_link_bytes, state_files
@@ -71,10 +76,10 @@ def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> N
     need = memory_need(engine.plan, job.precision.resolved, job.optimizer, rank=rank, place="host")
     state, engines = engine.optimizer.state_by_kind(), engine.optimizer.sharded_parameters.engines
     kept = sum(shard.values.nbytes for kind in state for shard in state[kind].values() if shard.shape)
-    gradients = sum(sent.nbytes for each in engines for sent in each._sent_gradients)
+    gradients = sum(sent.nbytes for each in engines for sent in each._sent_gradients.values())
     padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host")
     assert need["gradients that were sent"] == gradients > 0
-    assert 0 <= padding <= 0.01 * kept  # Buckets have padding
+    assert 0 <= padding <= 0.02 * kept  # Buckets have padding
 
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -112,16 +117,22 @@ QUICK = [("host", 0), ("host", 3), ("host", 8), ("host", 9), ("disk", 1), ("disk
 def test_states_elsewhere_have_the_bits_of_the_device(
     ranks: Ranks, tmp_path: Path, layout: str, settings: list[str], place: str
 ) -> None:
+    check_bits(ranks, tmp_path, layout, settings, place)
+
+
+def check_bits(
+    ranks: Ranks, tmp_path: Path, layout: str, settings: list[str], place: str, *, overlap: str = "backward"
+) -> None:
+    """Training with states elsewhere has the bits of training with states on the device."""
     words = [f"layout.{word}" for word in layout.split()]
     jobs = [
         small_job(tmp_path, "optimizer.clip_norm=0.05", *words, *settings, f"memory.optimizer={each}", *more)
-        for each, more in (("device", []), (place, [f"memory.folder={tmp_path}"] * (place == "disk")))
+        for each, more in (
+            ("device", []),
+            (place, [f"memory.folder={tmp_path}"] * (place == "disk") + [f"communication.overlap={overlap}"]),
+        )
     ]
-    world = 1
-    for word in layout.split():
-        key, _, value = word.partition("=")
-        world *= int(value) if key in ("dp", "tp", "pp") else 1
-    first, second = (ranks.run(world, trained, job, timeout_s=120) for job in jobs)
+    first, second = (ranks.run(world_of(layout), trained, job, timeout_s=120) for job in jobs)
     for (results, tensors, *_), (other_results, other_tensors, sent, planned, moved, files) in zip(
         first, second, strict=True
     ):
@@ -132,6 +143,39 @@ def test_states_elsewhere_have_the_bits_of_the_device(
         assert sent == [STEPS * planned.to_host, updates * planned.to_device]
         assert planned.to_host > 0 and updates
         assert moved == [updates * files, updates * files] and bool(files) == (place == "disk")
+
+
+def world_of(layout: str) -> int:
+    """The ranks of a layout."""
+    world = 1
+    for word in layout.split():
+        key, _, value = word.partition("=")
+        world *= int(value) if key in ("dp", "tp", "pp") else 1
+    return world
+
+
+OVERLAPPED = [
+    ("zero=1", "host", ["precision.recipe=bf16"]),
+    ("dp=2 zero=1", "host", []),
+    ("dp=2 zero=1", "disk", ["precision.recipe=bf16"]),
+    ("dp=2 zero=2 microbatches=2", "host", ["precision.recipe=fp32", "communication.first_bucket_mib=0.01"]),
+    ("dp=2 zero=3 microbatches=2", "host", ["precision.recipe=bf16"]),
+    ("dp=2 zero=3", "disk", ["precision.recipe=fp32"]),
+    ("dp=2 tp=2 zero=1", "host", ["precision.recipe=bf16", "communication.bucket_mib=0.01"]),
+    ("dp=2 pp=2 zero=1 microbatches=2", "host", ["precision.recipe=fp32"]),
+    ("dp=2 zero=1", "disk", ["precision.recipe=fp16", "precision.loss_scale_initial=4194304"]),
+    ("dp=2 zero=2", "host", ["run.reproducible=layout"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "settings"),
+    [pytest.param(*case, marks=() if i in (3, 5) else pytest.mark.proof) for i, case in enumerate(OVERLAPPED)],
+)
+def test_updates_that_overlap_with_forward_have_the_same_bits(
+    ranks: Ranks, tmp_path: Path, layout: str, place: str, settings: list[str]
+) -> None:
+    check_bits(ranks, tmp_path, layout, settings, place, overlap="forward")
 
 
 @pytest.mark.parametrize(("first", "second"), [("host", "disk"), ("disk", "device"), ("device", "host")])
@@ -196,3 +240,92 @@ def test_files_fit_where_the_host_is_too_small(tmp_path: Path, memory_cgroup: Pa
     on_host, on_disk = train("memory.optimizer=host"), train("memory.optimizer=disk", f"memory.folder={tmp_path}")
     assert on_host.returncode == 3 and "SIGKILL" in on_host.stderr, on_host.stderr[-500:]
     assert on_disk.returncode == 0, on_disk.stderr[-500:]
+
+
+def updates_in_forward(group: RankGroup, job: Job) -> list[int]:
+    """The masters that were not updated yet when the first block began the forward of each step after the second. Each
+    update of the last ones waits for that forward."""
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        engine, step = parts.engine, parts.make_train_step(job)
+        optimizer, begun, left = engine.optimizer, threading.Event(), list[int]()
+        updates: Any = optimizer._states.updates if optimizer._states else None
+        update_slice, count = optimizer._update_slice, len(optimizer._masters)
+        done = list[int]()
+
+        def waiting(index: int, following: list[int]) -> None:
+            if index == updates_last and not begun.wait(30):
+                raise TimeoutError("the forward does not begin before the last update")
+            update_slice(index, following)
+            done.append(index)
+
+        def on_forward(module: torch.nn.Module, args: object) -> None:
+            left.append(len(updates._left))
+            begun.set()
+
+        optimizer._update_slice = waiting
+        updates_last = -1
+        blocks = find_blocks(parts.model.module)
+        for index in range(4):
+            step.step(index, 0.01)
+            if index == 0:
+                blocks[0].register_forward_pre_hook(on_forward)
+            begun.clear()
+            order = optimizer.sharded_parameters.update_order
+            assert order is not None and sorted(order) == list(range(count))
+            updates_last = order[-1]
+        begun.set()
+        optimizer.sharded_parameters.wait_for_pending()
+        assert len(done) == 4 * count
+        return left
+
+
+@pytest.mark.parametrize("layout", ["zero=1", "dp=2 zero=1", "dp=2 zero=3"])
+def test_the_forward_begins_before_the_last_update(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    small = [] if "zero=3" in layout else ["communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01"]
+    words = [f"layout.{word}" for word in layout.split()]
+    job = small_job(tmp_path, *words, *small, "memory.optimizer=host", "communication.overlap=forward")
+    for left in ranks.run(world_of(layout), updates_in_forward, job, timeout_s=120):
+        assert len(left) == 3 and all(left[1:])
+
+
+class SlowLink(ImmediateLink):
+    """Values arrive some time after they were sent, in another thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._sender = ThreadPoolExecutor(1)
+        self._sent = list[Future[None]]()
+
+    def to_device(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        cast = values.to(target.dtype, copy=True)
+
+        def send() -> None:
+            time.sleep(0.02)
+            with torch.no_grad():
+                target.copy_(cast)
+
+        self._sent.append(self._sender.submit(send))
+
+    def wait_for_device(self) -> None:
+        wait(self._sent)
+
+
+def trained_over_a_slow_link(group: RankGroup, job: Job) -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_states, "link_of", SlowLink)
+        return trained(group, job)
+
+
+@pytest.mark.parametrize("layout", ["zero=1", "dp=2 zero=1", pytest.param("dp=2 zero=3", marks=pytest.mark.proof)])
+def test_a_forward_waits_for_values_that_arrive_late(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    words = [f"layout.{word}" for word in layout.split()]
+    small = [] if "zero=3" in layout else ["communication.bucket_mib=0.05", "communication.first_bucket_mib=0.05"]
+    late = ["memory.optimizer=host", "communication.overlap=forward"]
+    here, there = (
+        ranks.run(world_of(layout), function, small_job(tmp_path, *words, *small, *more), timeout_s=120)
+        for function, more in ((trained, []), (trained_over_a_slow_link, late))
+    )
+    for (results, tensors, *_), (other_results, other_tensors, *_) in zip(here, there, strict=True):
+        assert results == other_results
+        assert [name for name in tensors if not has_same_bits(tensors[name], other_tensors[name])] == []

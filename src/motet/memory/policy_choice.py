@@ -199,6 +199,10 @@ class MemorySettings(FrozenSettings):
     """With `auto`, `motet train` chooses `optimizer` before it starts ranks: the first of `device`, `host` and `disk`
     with which a step is predicted to fit on the devices and their host."""
 
+    update: Literal["exact", "delayed"] = "exact"
+    """When the host updates masters that do not lie on the device: between two steps, or with the gradients of the step
+    before while a step computes, which is another training."""
+
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 

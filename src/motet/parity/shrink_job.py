@@ -32,6 +32,7 @@ HF_PREFIX = "hf:"
 MIN_FINAL_LR_FRACTION = 0.1
 DROPPED_SETTINGS = {
     "run": ("epochs", "stop_at", "folder", "existing", "restarts"),
+    "memory": ("update",),
     "communication": ("compress_gradients", "compress_parameters", "compress_over", "compress_after", "error_feedback"),
 }
 
@@ -50,6 +51,7 @@ def make_small_job(
         ),
         "data": {"sequence_length": tokens, "batch_sequences": rows},
         "run": {"steps": steps, "ranks": 1, "threads": 1},
+        "memory": {},
         "communication": {
             "bucket_mib": min(job.communication.bucket_mib, SMALL_BUCKET_MIB),
             "first_bucket_mib": min(job.communication.first_bucket_mib, SMALL_BUCKET_MIB / 4),

@@ -74,6 +74,8 @@ def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) 
     for key in ("compress_gradients", "compress_parameters"):
         if (codec := getattr(job.communication, key)) is not None:
             log(f"communication.{key} = {codec!r} loses bits by design and is left out here")
+    if job.memory.update == "delayed":
+        log("memory.update = 'delayed' is another training by design: its updates are verified without a delay")
     candidates = _make_candidates(job, layouts)
     return _make_plans(with_small_vocabulary(job, {each.tensor_ranks for each in candidates}, log), candidates)
 

@@ -30,7 +30,9 @@ class SettingRequirement:
                 "unset": f"together with {key}; leave one of them out",
                 "above 1": f"with {key} = {value!r}; leave it out, or set {key}=2 or more",
             }[self.accepted]
-        return f"with {key} = {value!r}; leave it out, or set {key}={' or '.join(map(str, self.accepted))}"
+        key = key.partition(" or ")[0]
+        alike = [str(each) for each in self.accepted if isinstance(each, type(value))]  # Those of the first setting
+        return f"with {key} = {value!r}; leave it out, or set {key}={' or '.join(alike or map(str, self.accepted))}"
 
 
 # (section, its settings, the setting that they depend on, its accepted values). A name without a section is of the
@@ -86,7 +88,9 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
         ("all_reduce",),
     ),
     ("outer", "every", "layout.data", ("all_reduce",)),
-    ("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
+    ("communication", "bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
+    ("communication", "overlap", "layout.zero or memory.optimizer", (0, 1, 2, "host", "disk")),
+    ("memory", "update", "optimizer", ("host", "disk")),
     ("communication", "compress_over compress_after error_feedback", "compress_gradients", "set"),
     ("communication", "compress_parameters", "layout.zero", (1, 2, 3)),
     ("layout", "microbatches", "run.reproducible", "unset"),

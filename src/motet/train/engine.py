@@ -176,7 +176,7 @@ class TrainingEngine:
         scaler = self.optimizer.loss_scaler
         self.backward_scale = scaler.backward_scale if scaler else 1.0
         self.recomputation.begin_step()
-        self.optimizer.sharded_parameters.begin_step()
+        self.optimizer.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
         """Backward of the loss sum of a micro-batch, None where this rank has none. Ranks must agree on `last`."""
@@ -239,6 +239,7 @@ class TrainingEngine:
             if is_finite:
                 self.optimizer.update(learning_rate, gradient_scale)
             else:
+                self.optimizer.skip()
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
         if math.isfinite(total):  # No scale makes the loss finite

@@ -35,6 +35,7 @@ from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup, broadcast_buffers
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import HeldRun, StepPlan, held_runs
+from motet.train.optimizer.pending_gradients import RATE, is_pending_gradient
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 
 
@@ -127,6 +128,9 @@ class TrainingState:
         if outer and continues_replicas:
             outer.restore_schedule(saved_by.outer["steps"], saved_by.shapes)
         tensors = self.tensors() if continues_replicas else self._consensus_tensors(saved_by)
+        if RATE not in saved_by.shapes:  # Its gradients were applied between its steps
+            tensors = {name: each for name, each in tensors.items() if not is_pending_gradient(name)}
+            self.optimizer.forget_pending_gradients()
         load_checkpoint(checkpoint, tensors, self.group.process_group, shapes=self._shapes_and_dtypes[0])
         check_input(
             manifest.data_fingerprint == self.data_fingerprint,
@@ -269,6 +273,8 @@ class TrainingState:
                 "the checkpoint was made with other ranks, buckets or compression: the error feedback of compressed "
                 "gradients is dropped"
             )
+        if RATE in saved_by.shapes and not self.optimizer.delays:
+            remarks.append("the gradients of its last step, which memory.update = 'delayed' would apply, are dropped")
         current = {"threads": torch.get_num_threads(), "torch": torch.__version__, "reproducible": self.reproducible}
         if not saved_by.reproducible == self.reproducible == "layout":
             current = {"ranks": self.group.world, **current}

@@ -1,12 +1,11 @@
 """The masters and moments of an optimizer in the memory of the host or in files, and the copies to and from the device.
 
-Gradients travel to the host when they are reduced; the host updates the masters; and the values with which the device
-computes travel back. A copy on a CPU rank, whose device is simulated, is made at that moment; on a GPU gradients travel
-on a stream while backward goes on.
+Gradients travel to the host when they are reduced; the host updates the masters, perhaps while the device computes; and
+the values with which the device computes travel back.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 
 from motet.memory.policy_choice import MemorySettings
+from motet.memory.tiers.background_updates import BackgroundUpdates
 from motet.memory.tiers.device_limit import host_memory, mark_as_host
 from motet.memory.tiers.file_tensors import FileTensors, PieceFunction
+from motet.memory.tiers.host_link import link_of
 from motet.memory.tiers.scratch_folder import run_subfolder
 
 MASTER = "master"
@@ -24,13 +25,20 @@ MASTER = "master"
 class HostStates:
     """The states of all slices of a rank that an optimizer updates, away from the device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype` is that of the masters."""
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, delays: bool = False, overlaps: bool = False
+    ) -> None:
+        """`dtype` is that of the masters. With `delays` the gradients of a step update masters during the next one;
+        with `overlaps` the host updates while the next forward computes."""
         self.device, self._master = device, dtype
+        self.delays, self.overlaps = delays, overlaps and not delays
         self.masters = list[Tensor]()  # All slices, in the order in which engines have allocated them
+        self._targets = list[Callable[[], Tensor]]()  # Flat tensors with which the device computes, by slice
+        self._staged, self._is_staged = dict[int, Tensor](), set[int]()
         self.sent_to_host = self.sent_to_device = 0  # Bytes since the run began
         self._host = torch.device("meta" if device.type == "meta" else "cpu")  # A rehearsal knows no values
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.link = link_of(device)
+        self.updates = BackgroundUpdates(in_thread=(delays or overlaps) and device.type != "meta")
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
@@ -51,56 +59,70 @@ class HostStates:
     def _is_pinned(self) -> bool:
         return self.device.type == "cuda"
 
+    def new_values(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Zeros on the host, as many as another tensor has."""
+        with host_memory(self.device):
+            return torch.zeros(like.shape, dtype=dtype, device=self._host, pin_memory=self._is_pinned)
+
     def to_host(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of reduced gradients on the host; `wait` before they are read."""
-        with host_memory(self.device):
-            made = [
-                torch.empty(g.shape, dtype=g.dtype, device=self._host, pin_memory=self._is_pinned) for g in gradients
-            ]
-        if self._stream is None:
-            for copy, gradient in zip(made, gradients, strict=True):
-                copy.copy_(gradient)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                for copy, gradient in zip(made, gradients, strict=True):
-                    copy.copy_(gradient, non_blocking=True)
-                    gradient.record_stream(self._stream)
+        """Copies of reduced gradients on the host, which have arrived inside of `updating`."""
         self.sent_to_host += sum(gradient.nbytes for gradient in gradients)
-        return made
+        return self.link.to_host(gradients)
 
-    def wait(self) -> None:
-        """Wait until the gradients have arrived."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def set_targets(self, targets: Sequence[Callable[[], Tensor]]) -> None:
+        """Name the tensors of the device that get the values of the slices which were allocated last."""
+        self._targets += targets
 
-    def to_device(self, target: Tensor, master: Tensor) -> None:
-        """Give the device the values of a master, cast on the host to the dtype of the target."""
-        with host_memory(self.device):
-            cast = master.to(target.dtype)
-        target.copy_(cast)
-        self.sent_to_device += cast.nbytes
+    def send(self, index: int, elements: slice, masters: Tensor) -> None:
+        """Let the device compute with elements of a slice, cast on the host to the dtype that the device has."""
+        self._to_device(self._targets[index]()[elements], masters)
+
+    def stage(self, index: int, elements: slice, masters: Tensor) -> None:
+        """Keep such elements on the host until `send_staged`."""
+        self._staged[index][elements] = masters
+        self._is_staged.add(index)
+
+    def make_room_to_stage(self) -> None:
+        """Reserve the memory of `stage`."""
+        for index, target in enumerate(self._targets):
+            if index not in self._staged:
+                self._staged[index] = self.new_values(target(), target().dtype)
+
+    def send_staged(self) -> None:
+        """Send all elements that were kept."""
+        for index in sorted(self._is_staged):
+            self._to_device(self._targets[index](), self._staged[index])
+        self._is_staged.clear()
+
+    def _to_device(self, target: Tensor, values: Tensor) -> None:
+        self.sent_to_device += target.nbytes
+        self.link.to_device(target, values)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, the host updates slices."""
-        self.wait()
-        with host_memory(self.device):
+        """Inside, gradients have arrived, and this thread updates slices on the host."""
+        self.link.wait_for_host()
+        with host_memory(self.device), torch.no_grad():
             yield
 
     def close(self) -> None:
-        """End the use of files; memory needs no end."""
+        """End the updates that are under way, and the use of files."""
+        self.updates.end()
 
     def refresh(self) -> None:
-        """Let masters and moments, which are views of files, have the values of the last update, and be changed."""
+        """Let masters and moments, which may be views of files, have the values of the last update, and be changed."""
+        self.updates.wait()
 
 
 class FileStates(HostStates):
     """The same in files, which the host reads, updates and writes piece by piece."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, folder: Path, moments: Sequence[str]) -> None:
-        """The files lie in a new subfolder of `folder`, and have these kinds of moments."""
-        super().__init__(device, dtype)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, folder: Path, moments: Sequence[str], **when: bool
+    ) -> None:
+        """The files lie in a new subfolder of `folder`, and have these kinds of moments. `when` are `delays` and
+        `overlaps`."""
+        super().__init__(device, dtype, **when)
         self._kinds = dict.fromkeys((MASTER, *moments), dtype)
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(run_subfolder(folder))
@@ -132,9 +154,11 @@ class FileStates(HostStates):
         files.update(local, function, following=ahead)
 
     def close(self) -> None:
+        super().close()
         self._stack.close()
 
     def refresh(self) -> None:
+        super().refresh()
         for files in self._parts:
             files.tensors(MASTER)  # Waits for writes; changes of views are written back before the next update
 
@@ -147,12 +171,19 @@ class FileStates(HostStates):
 
 
 def make_states(
-    settings: MemorySettings, dtype: torch.dtype, device: torch.device, *, moments: Sequence[str]
+    settings: MemorySettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    moments: Sequence[str],
+    overlaps: bool = False,
 ) -> HostStates | None:
-    """The states of an optimizer of a rank, if they do not lie on its device."""
+    """The states of an optimizer of a rank, if they do not lie on its device. With `overlaps`, updates overlap with the
+    next forward."""
     if settings.optimizer == "device":
         return None
+    when = {"delays": settings.update == "delayed", "overlaps": overlaps}
     if settings.optimizer == "host" or device.type == "meta":
-        return HostStates(device, dtype)
+        return HostStates(device, dtype, **when)
     assert settings.folder is not None
-    return FileStates(device, dtype, folder=Path(settings.folder), moments=moments)
+    return FileStates(device, dtype, folder=Path(settings.folder), moments=moments, **when)

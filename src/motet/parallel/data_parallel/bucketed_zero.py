@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ class BucketReduction:
         while self._running is not None:
             self._finish_running()
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether the gradients are summed, or will be when `finish` is called, which then does not wait."""
+        return not self._todo and (self._work is None or self._work.is_completed())
+
     def _finish_running(self) -> None:
         action, work, self._running, self._work = self._running, self._work, None, None
         assert action is not None and work is not None
@@ -116,6 +122,7 @@ class ModuleParameterWaiter:
         self._recorder: _ParameterUsageRecorder | None = None
         self._waited_at_step_start: tuple[int, ...] = ()
         self.first_use_order: tuple[int, ...] = ()  # All buckets, unused ones first; empty until a forward was recorded
+        self.first_uses = dict[int, int]()  # Bucket -> a time, in the order of first uses of all recorders
 
     def begin_step(self) -> None:
         """Begin to record if nothing was recorded yet."""
@@ -140,10 +147,12 @@ class ModuleParameterWaiter:
         for user in self._module.modules():
             owned = map(id, user.parameters(recurse=False))
             users[user] = {self._bucket_ids[key]: None for key in owned if key in self._bucket_ids}
-        for user_or_none, bucket_id in recorder.uses:
+        for (user_or_none, bucket_id), time in recorder.uses.items():
             users[user_or_none][bucket_id] = None
+            self.first_uses.setdefault(bucket_id, time)
         unused = {bucket_id for key, bucket_id in self._bucket_ids.items() if key not in recorder.used_parameters}
         self._waited_at_step_start = (*sorted(unused), *(i for i in users.pop(None) if i not in unused))
+        self.first_uses |= dict.fromkeys(self._waited_at_step_start, 0)
         self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *(i for _, i in recorder.uses))))
         for module, bucket_ids in users.items():
             if module is not None and (bucket_ids or module is self._module):
@@ -166,7 +175,7 @@ class _ParameterUsageRecorder:
         self._bucket_ids = bucket_ids
         self._active_modules: list[nn.Module] = []
         self._last_module: nn.Module | None = None  # Module called last while no other was active
-        self.uses: dict[tuple[nn.Module | None, int], None] = {}
+        self.uses: dict[tuple[nn.Module | None, int], int] = {}  # -> the time of the first
         self.used_parameters: set[int] = set()
         starts = [inner.register_forward_pre_hook(self._on_forward_start) for inner in module.modules()]
         ends = [inner.register_forward_hook(self._on_forward_end, always_call=True) for inner in module.modules()]
@@ -179,7 +188,8 @@ class _ParameterUsageRecorder:
             for tensor in _nested_tensors((*args, *kwargs.values())):
                 bucket_id = self._bucket_ids.get(id(tensor))
                 if bucket_id is not None:
-                    self.uses[self._active_modules[-1] if self._active_modules else self._last_module, bucket_id] = None
+                    user = self._active_modules[-1] if self._active_modules else self._last_module
+                    self.uses.setdefault((user, bucket_id), perf_counter_ns())
                     self.used_parameters.add(id(tensor))
         return function(*args, **kwargs)
 
@@ -231,7 +241,8 @@ class BucketedDataParallel:
         """Put parameters on flat tensors that are sharded as the plan says. `states` has masters of the host."""
         named, group = {name: parameters[name] for name in plan.shapes}, mesh.shard_group
         self.mesh, self.plan, rank, dtype = mesh, plan, group.rank, getattr(torch, recipe.reduce)
-        self._states, self._sent_gradients = states, list[Tensor]()
+        self._states, self._sent_gradients = states, dict[int, Tensor]()
+        self._first_slice = len(states.masters) if states else 0  # Of those in `states`
         self._has_alike_copies = len(set(plan.group.copy_groups.values())) == 1
         self._buckets = [unit.contents for unit in plan.units if isinstance(unit.contents, Bucket)]
         schedule = plan.units[0].schedule
@@ -256,7 +267,13 @@ class BucketedDataParallel:
             separate_masters=self._parameter_gather is not None and self._parameter_gather.codec is not None,
             allocate_masters=states.allocate if states else None,
         )
-        self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
+        slices = self.flat_parameters.optimizer_slices
+        if states is not None:
+            states.set_targets([partial(self.flat_parameters.compute.__getitem__, each.flat_slice) for each in slices])
+        self._slices_of_bucket: list[list[int]] = [[] for _ in self._buckets]
+        for index, each in enumerate(slices):
+            self._slices_of_bucket[each.bucket_id].append(index)
+        self.optimizer_groups = [each.optimizer_group for each in slices]
         self.local_shards = self.flat_parameters.local_shards
         self.unfilled_shards = self.flat_parameters.unfilled_shards
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
@@ -273,9 +290,14 @@ class BucketedDataParallel:
         self._is_first_microbatch, self._is_last_microbatch, self._accumulates = True, True, False
         # Lets each module wait only for the buckets that it uses, once a forward was recorded.
         wait = partial(ModuleParameterWaiter, module, self._bucket_ids, self._wait_for_bucket)
-        self._usage_tracker = wait() if any(action.overlaps for action in gathers) else None
+        overlaps = any(action.overlaps for action in gathers) or bool(states and states.overlaps)
+        self._usage_tracker = wait() if overlaps else None
         self._gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
         self._pending_gathers = dict[int, WorkHandle]()
+        self._updating = dict[int, None]()  # Buckets that the host updates, in their order
+        self._next_sent = 0  # The next bucket whose sums travel to the host
+        # A tree adds up micro-batches until the backward has ended.
+        self._sends_early = not any(action.kind.startswith("tree_") for action in schedule)
         self._actions_on_arrival: Sequence[CommUnitAction] = ()
 
     def begin_step(self) -> None:
@@ -284,7 +306,7 @@ class BucketedDataParallel:
             self._usage_tracker.begin_step()
         self.communicator.begin_step()
         self._gradients.begin_step()
-        self._sent_gradients = []
+        self._sent_gradients, self._next_sent = {}, 0
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
@@ -312,8 +334,19 @@ class BucketedDataParallel:
             for reduction in self._reductions:
                 reduction.finish()
         self.communicator.end_backward()
-        if self._states is not None and self._is_last_microbatch:
-            self._sent_gradients = self._states.to_host(self.local_gradients())
+        self._send_sums()
+
+    def _send_sums(self) -> None:
+        """Send the sums of the next buckets to the host, as far as they are complete."""
+        slices, states = self.flat_parameters.optimizer_slices, self._states
+        if states is None or not self._is_last_microbatch:
+            return
+        while self._next_sent < self._next_bucket and self._reductions[self._next_sent].is_summed:
+            self._reductions[self._next_sent].finish()
+            indices = self._slices_of_bucket[self._next_sent]
+            sums = [self._gradients.local_slice(slices[index].flat_slice) for index in indices]
+            self._sent_gradients |= zip(indices, states.to_host(sums), strict=True)
+            self._next_sent += 1
 
     def start_remaining_reductions(self) -> None:
         """Start to reduce the buckets without a gradient, too: this backward has ended."""
@@ -385,21 +418,31 @@ class BucketedDataParallel:
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""
         self.wait_for_pending()
+        if self._states is not None:
+            self.update_masters(self._sent_gradients)
+            if self._states.overlaps:
+                self._updating = dict.fromkeys(self._first_use_order() or range(len(self._buckets)))
+            elif not self._states.delays:
+                self.gather_parameters()
+            return
         for index, action in enumerate(self._step_actions):
-            if action.kind == "update" and self._states is not None:
-                self.update_masters(dict(enumerate(self._sent_gradients)), self._send_to_device)
-            elif action.kind == "update":
-                self.update_masters(dict(enumerate(self.local_gradients())), None)
+            if action.kind == "update":
+                self.update_masters(dict(enumerate(self.local_gradients())))
                 self.flat_parameters.cast_masters()
             elif action.is_gather:
                 self._start_gathers(action, self._step_actions[index + 1 :])
                 break
 
-    def _send_to_device(self, index: int, elements: slice, masters: Tensor) -> None:
-        """Let the device compute with elements of a slice that the host has updated."""
-        assert self._states is not None
-        compute = self.flat_parameters.compute[self.flat_parameters.optimizer_slices[index].flat_slice]
-        self._states.to_device(compute[elements], masters)
+    @property
+    def first_uses(self) -> list[int] | None:
+        """A time for each master, in the order in which forwards use their values; None before the first forward."""
+        times = self._usage_tracker.first_uses if self._usage_tracker else {}
+        return [times[each.bucket_id] for each in self.flat_parameters.optimizer_slices] if times else None
+
+    def gather_parameters(self) -> None:
+        """Gather the parameters that other ranks have updated."""
+        if self._parameter_gather is not None:
+            self._start_gathers(self._parameter_gather)
 
     def sync_parameters(self) -> None:
         """Cast this rank's masters, and gather the parameters that other ranks have updated."""
@@ -407,8 +450,7 @@ class BucketedDataParallel:
         if self._states is not None:
             self._states.refresh()
         self.flat_parameters.cast_masters()
-        if self._parameter_gather is not None:
-            self._start_gathers(self._parameter_gather)
+        self.gather_parameters()
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The function itself: parameters are unsharded between forwards."""
@@ -419,7 +461,7 @@ class BucketedDataParallel:
     def load_assigned_values(self) -> None:
         """Continue from values that were assigned to parameters, on all ranks alike."""
         check_input(
-            not self._pending_gathers,
+            not (self._pending_gathers or self._updating),
             'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
             "have replaced your values; call engine.synchronize() before you change any",
         )
@@ -431,7 +473,7 @@ class BucketedDataParallel:
         """Wait until parameters and masters have the values of the last update or `sync_parameters`."""
         if self._usage_tracker:
             self._usage_tracker.exit_recorder()
-        for bucket_id in list(self._pending_gathers):
+        for bucket_id in [*self._updating, *self._pending_gathers]:
             self._wait_for_bucket(bucket_id)
 
     def _start_gathers(self, action: CommUnitAction, on_arrival: Sequence[CommUnitAction] = ()) -> None:
@@ -456,7 +498,26 @@ class BucketedDataParallel:
             self._gather_order = tuple(order.tolist())
         return self._gather_order
 
+    def _receive_values(self, bucket_id: int) -> None:
+        """Wait until the host has updated a bucket. Where ranks gather it, they do so in one order, and the gather of
+        the bucket behind it begins, too."""
+        assert self._states is not None
+        order = [*self._updating]
+        arriving = [bucket_id] if self._parameter_gather is None else order[: order.index(bucket_id) + 2]
+        for each in arriving:
+            with trace.span("update"):
+                self._states.updates.wait([self._first_slice + index for index in self._slices_of_bucket[each]])
+                self._states.link.wait_for_device()
+            del self._updating[each]
+            if self._parameter_gather is None:
+                self.flat_parameters.bump_versions(each)
+            else:
+                compute = self._compute_bucket(self._buckets[each])
+                self._pending_gathers[each] = self.communicator.execute(self._parameter_gather, each, compute)
+
     def _wait_for_bucket(self, bucket_id: int) -> None:
+        if bucket_id in self._updating:
+            self._receive_values(bucket_id)
         work = self._pending_gathers.pop(bucket_id, None)
         if work is None:
             return
@@ -466,7 +527,7 @@ class BucketedDataParallel:
             slices = self.flat_parameters.optimizer_slices
             slice_ids = [i for i, each in enumerate(slices) if each.bucket_id == bucket_id]
             gradients = self.local_gradients()
-            self.update_masters({i: gradients[i] for i in slice_ids}, None)
+            self.update_masters({i: gradients[i] for i in slice_ids})
             self.flat_parameters.cast_masters([slices[i] for i in slice_ids])
         if self._gather_order:  # a forward that has used the bucket already gets an error of autograd
             self.flat_parameters.bump_versions(bucket_id)
@@ -487,3 +548,5 @@ class BucketedDataParallel:
         self._reductions[bucket_id].start(self._is_first_microbatch, self._is_last_microbatch)
         if bucket_id:
             self._reductions[bucket_id - 1].advance()
+        if self._sends_early:
+            self._send_sums()

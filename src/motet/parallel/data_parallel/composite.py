@@ -17,7 +17,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_meshes
-from motet.parallel.data_parallel.flat_parameters import LocalShard, MasterUpdate, OnUpdated, ParameterGradientSum
+from motet.parallel.data_parallel.flat_parameters import LocalShard, MasterUpdate, ParameterGradientSum
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import PrecisionRecipe
@@ -48,6 +48,11 @@ class CompositeDataParallel:
         self.needs_even_microbatches = any(engine.needs_even_microbatches for engine in engines)
         self.updates_on_arrival = any(engine.updates_on_arrival for engine in engines)
         self.counted_names = frozenset[str]().union(*counted_names)
+
+    @property
+    def updates_in_forward(self) -> bool:
+        """Whether masters are updated while the next forward computes."""
+        return self.updates_on_arrival or bool(self._states and self._states.overlaps)
 
     @property
     def local_masters(self) -> list[Tensor]:
@@ -108,6 +113,20 @@ class CompositeDataParallel:
         for engine in self.engines:
             engine.update()
 
+    def gather_parameters(self) -> None:
+        """Let every rank compute with the values that each has got from its host."""
+        for engine in self.engines:
+            engine.gather_parameters()
+
+    @property
+    def update_order(self) -> list[int] | None:
+        """The indices of `local_masters` in the order in which forwards use their values; None before the first."""
+        first_uses = [engine.first_uses for engine in self.engines]
+        if any(uses is None for uses in first_uses):
+            return None
+        times = [time for uses in first_uses for time in uses or ()]
+        return sorted(range(len(times)), key=times.__getitem__)
+
     def sync_parameters(self) -> None:
         """Let every rank compute with the masters after they were written to."""
         self.fetch_updates()
@@ -152,14 +171,8 @@ class CompositeDataParallel:
             start = stop
 
 
-def _update_offset(
-    gradients: Mapping[int, Tensor], on_updated: OnUpdated | None, *, start: int, update_masters: MasterUpdate
-) -> None:
-    def report(index: int, elements: slice, masters: Tensor) -> None:
-        if on_updated is not None:
-            on_updated(index - start, elements, masters)
-
-    update_masters({start + index: gradient for index, gradient in gradients.items()}, on_updated and report)
+def _update_offset(gradients: Mapping[int, Tensor], *, start: int, update_masters: MasterUpdate) -> None:
+    update_masters({start + index: gradient for index, gradient in gradients.items()})
 
 
 def make_data_parallel_engines(

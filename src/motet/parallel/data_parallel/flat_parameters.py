@@ -41,13 +41,11 @@ class LocalShard(NamedTuple):
     values: Tensor
 
 
-# Gets the index of a master, elements of it, and their new values.
-OnUpdated = Callable[[int, slice, Tensor], None]
-# Updates masters, by their indices, with these gradients, and tells which elements it has updated.
-MasterUpdate = Callable[[Mapping[int, Tensor], OnUpdated | None], None]
+# Updates masters, by their indices, with these gradients.
+MasterUpdate = Callable[[Mapping[int, Tensor]], None]
 
 
-def no_update(gradients: Mapping[int, Tensor], on_updated: OnUpdated | None) -> None:
+def no_update(gradients: Mapping[int, Tensor]) -> None:
     """Update nothing: a module without an optimizer."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from motet.core import trace
 from motet.core.errors import InputError, check_input
 from motet.memory.tiers.optimizer_states import HostStates
 from motet.models.user_module import find_blocks
@@ -114,8 +116,16 @@ class FSDP2DataParallel:
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
-        self._states, self._sent_gradients = states, list[Tensor]()
+        self._states, self._sent_gradients = states, dict[int, Tensor]()
+        self._first_slice = len(states.masters) if states else 0  # Of those in `states`
         self._host_masters = states.allocate([rows.numel() for rows in self._rows]) if states else None
+        if states is not None:
+            states.set_targets([partial(_local_rows, p) for p in self.sharded_parameters.values()])
+        self._updating = dict[int, list[int]]()  # Units that the host updates -> their slices in `states`
+        self._unit_uses = dict[int, int]()  # Unit -> the time of its first forward
+        if states is not None and states.overlaps:
+            for unit_id, inner in enumerate((*blocks, self.root)):
+                inner.register_forward_pre_hook(partial(self._before_forward, unit_id), prepend=True)
         self._accumulates = self._is_deferred = self._is_last = False
         self._reduces_each_microbatch = any(a.moment == "microbatch" for unit in plan.units for a in unit.schedule)
         if has_all:
@@ -177,13 +187,14 @@ class FSDP2DataParallel:
         self.communicator.begin_step()
         for parameter in self.sharded_parameters.values():
             parameter.grad = None
-        self._sent_gradients = []
+        self._sent_gradients = {}
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
     ) -> None:
         """Begin a backward. With `accumulates`, its gradients stay unsharded, and are added to those of the next. A
         deferred backward has only weight gradients, after the backward of their inputs."""
+        self.wait_for_pending()
         self._is_deferred, self._is_last = is_deferred, is_last
         accumulates |= not is_last and not self._reduces_each_microbatch
         if accumulates != self._accumulates:
@@ -209,7 +220,7 @@ class FSDP2DataParallel:
         for name in map(first_unreduced_parameter, self.fsdp_modules):
             check_input(name is None, STRAY_GRADIENT.format(name))
         if self._states is not None and self._is_last:
-            self._sent_gradients = self._states.to_host(self.local_gradients())
+            self._sent_gradients = dict(enumerate(self._states.to_host(self.local_gradients())))
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
 
@@ -226,18 +237,44 @@ class FSDP2DataParallel:
         return self.local_shards(self.local_gradients())
 
     def update(self) -> None:
+        self.wait_for_pending()
         if self._states is None:
-            self.update_masters(dict(enumerate(self.local_gradients())), None)
-        else:
-            self.update_masters(dict(enumerate(self._sent_gradients)), self._send_to_device)
+            self.update_masters(dict(enumerate(self.local_gradients())))
+            return
+        self.update_masters(self._sent_gradients)
+        if self._states.overlaps:
+            self._updating = self._slices_of_units()
 
-    def _send_to_device(self, index: int, elements: slice, masters: Tensor) -> None:
-        """Let the device compute with elements of rows that the host has updated."""
-        assert self._states is not None
-        self._states.to_device(self._rows[index][elements], masters)
+    def _slices_of_units(self) -> dict[int, list[int]]:
+        indices = {name: self._first_slice + index for index, name in enumerate(self.sharded_parameters)}
+        return {i: [indices[member.name] for member in unit.members] for i, unit in enumerate(self.plan.units)}
+
+    @property
+    def first_uses(self) -> list[int] | None:
+        """A time for each master, in the order in which forwards use their values; None before the first forward."""
+        if not self._unit_uses:
+            return None
+        slices = self._slices_of_units().items()
+        times = {index: self._unit_uses.get(unit_id, 0) for unit_id, members in slices for index in members}
+        return [times[index] for index in sorted(times)]
+
+    def gather_parameters(self) -> None:
+        """Do nothing: a block gathers its parameters when it is called."""
+
+    def _before_forward(self, unit_id: int, module: nn.Module, args: object) -> None:
+        """Wait until the host has updated the rows of a unit, which are gathered next."""
+        self._unit_uses.setdefault(unit_id, perf_counter_ns())
+        slices = self._updating.pop(unit_id, None)
+        if slices is not None:
+            assert self._states is not None
+            with trace.span("update"):
+                self._states.updates.wait(slices)
+                self._states.link.wait_for_device()
 
     def wait_for_pending(self) -> None:
-        """Do nothing: no communication is in flight between steps."""
+        """Wait until the host has updated all rows."""
+        for unit_id in [*self._updating]:
+            self._before_forward(unit_id, self.root, ())
 
     def load_assigned_values(self) -> None:
         """Continue from the rows, which are the masters of parameters without masters on the host."""

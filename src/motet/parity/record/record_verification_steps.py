@@ -189,7 +189,7 @@ def record_phases(
     records = run_recorded_step(on_rank, last_step, evaluates=True)
     records += record_saved_bytes(on_rank.engine, partial(on_rank.step, last_step))
     yield RecordedStepKey(RESUMED, last_step), records
-    if on_rank.engine.optimizer.sharded_parameters.updates_on_arrival:  # Recording parameters waits for them
+    if on_rank.engine.optimizer.sharded_parameters.updates_in_forward:  # Recording parameters waits for them
         on_rank = subject.build(group, own_folder)
         for step in range(last_step):
             on_rank.step(step, TensorRecorder())

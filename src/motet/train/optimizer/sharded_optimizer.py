@@ -16,7 +16,7 @@ from motet.memory.tiers.optimizer_states import FileStates, HostStates, make_sta
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.composite import CompositeDataParallel, make_data_parallel_engines
-from motet.parallel.data_parallel.flat_parameters import BroadcastValues, LocalShard, OnUpdated, fill_parameters
+from motet.parallel.data_parallel.flat_parameters import BroadcastValues, LocalShard, fill_parameters
 from motet.parallel.pipeline.stages.stage_module import forget_parameters
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import exact_squared_norm, squared_norm, sum_on_device
@@ -31,6 +31,7 @@ from motet.train.optimizer.compact_moments_optimizer import (
 )
 from motet.train.optimizer.module_plan import ParameterGroupKey, grouped_parameters
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.pending_gradients import KIND, RATE, PendingGradients
 
 
 def build_sharded_optimizer(
@@ -61,7 +62,13 @@ def build_sharded_optimizer(
         is_split = name in specs and specs[name].local_shape != parameter.shape
         parameter.data = parameter.new_empty(specs[name].local_shape) if is_split else parameter.data.contiguous()
     dtype = getattr(torch, recipe.master)
-    states = make_states(memory or MemorySettings(), dtype, group.device, moments=settings.moment_kinds)
+    states = make_states(
+        memory or MemorySettings(),
+        dtype,
+        group.device,
+        moments=settings.moment_kinds,
+        overlaps=communication.overlap == "forward",
+    )
     engines = make_data_parallel_engines(
         module, plan.groups, recipe, group=group, settings=communication, states=states
     )
@@ -107,7 +114,22 @@ class ShardedOptimizer:
         self._compact = self._optimizer if isinstance(self._optimizer, CompactMomentsOptimizer) else None
         for master in self._masters if (reproducible_group or states) and not self._compact else ():
             self._optimizer_state(master)
+        self._pending: PendingGradients | None = None
+        if states is not None and states.delays:
+            self._pending = PendingGradients(self._masters, states.new_values)
+            states.make_room_to_stage()
+        self._queued: Mapping[int, Tensor] = {}  # The gradients of masters that the host updates
         sharded_parameters.set_optimizer(self._update_masters)
+
+    def begin_step(self) -> None:
+        """Begin a step, during which the host applies the pending gradients of the one before."""
+        self.sharded_parameters.begin_step()
+        if self._states is None or self._pending is None or (rate := self._pending.learning_rate) is None:
+            return
+        self._set_rates(rate)
+        self._gradient_scale = 1.0
+        self._queued = dict(enumerate(self._pending.gradients if self.sharded_parameters.optimizer_groups else ()))
+        self._states.updates.start(self.sharded_parameters.update_order or [*self._queued], self._update_slice)
 
     def squared_norm(self) -> Tensor:
         """This rank's summand of the squared norm of all gradients, on its device; rank 0 has the whole sum if it must
@@ -148,21 +170,51 @@ class ShardedOptimizer:
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step of the optimizer on the master parameters, from which the model is updated."""
-        for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
-            group["lr"] = learning_rate * scale
-        self._gradient_scale = gradient_scale
+        self._finish_pending()
+        self._set_rates(learning_rate)
+        self._gradient_scale, self._queued = gradient_scale, {}
         self.sharded_parameters.update()
+        if self._pending is not None:
+            self._pending.set_rate(learning_rate)
+        elif self._states is not None and self._states.overlaps:
+            order = self.sharded_parameters.update_order
+            self._states.updates.start(order or [*self._queued], self._update_slice)
+            if order is None:  # No forward has told which values are needed first
+                self.sharded_parameters.wait_for_pending()
+        if not self.sharded_parameters.optimizer_groups and self._pending is None:
+            self._update_in_memory({0: self.sharded_parameters.no_elements})
+
+    def skip(self) -> None:
+        """End a step whose gradients are not applied. Those of the step before are."""
+        self._finish_pending()
+
+    def _finish_pending(self) -> None:
+        """Let the model compute with the masters to which the pending gradients were applied in this step."""
+        if self._states is None or self._pending is None or self._pending.learning_rate is None:
+            return
+        self._states.updates.wait()
         if not self.sharded_parameters.optimizer_groups:
             self._update_in_memory({0: self.sharded_parameters.no_elements})
+        self._states.send_staged()
+        self._states.link.wait_for_device()
+        self.sharded_parameters.gather_parameters()
+        self._pending.clear()
+
+    def _set_rates(self, learning_rate: float) -> None:
+        for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
+            group["lr"] = learning_rate * scale
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
-        """The gradients that the optimizer gets inside, one for each master; empty if it is not called."""
+        """The gradients that the optimizer gets inside, one for each master; empty if it is not called. Delayed
+        gradients are captured in their step."""
         captured: list[Tensor] = []
         self._captured = captured
         try:
             yield captured
         finally:
+            if self._states is not None and self._states.overlaps:
+                self.sharded_parameters.wait_for_pending()
             self._captured = None
 
     def _capture(self, gradients: Mapping[int, Tensor]) -> None:
@@ -171,42 +223,58 @@ class ShardedOptimizer:
             for index, gradient in gradients.items():
                 self._captured[index] = gradient.clone()
 
-    def _update_masters(self, gradients: Mapping[int, Tensor], on_updated: OnUpdated | None = None) -> None:
-        """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory."""
+    def _update_masters(self, gradients: Mapping[int, Tensor]) -> None:
+        """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory. The host
+        updates slice by slice, for values that the device waits for."""
         if self._states is None:
             self._update_in_memory(gradients)
-            return
-        with self._states.updating():
-            order = list(gradients)
-            for position, index in enumerate(order):  # Slice by slice, for values that the device waits for
-                gradient = gradients[index]
-                if isinstance(self._states, FileStates):
-                    self._update_in_files(index, gradient, order[position + 1 :], on_updated=on_updated)
-                    continue
-                self._update_in_memory({index: gradient})
-                if on_updated is not None:
-                    on_updated(index, slice(0, gradient.numel()), self._masters[index])
+        elif self._pending is not None:
+            with self._states.updating():
+                self._pending.keep(gradients, self._gradient_scale)
+            self._capture({index: self._pending.gradients[index] for index in gradients})
+        elif self._states.overlaps:
+            self._queued = {**self._queued, **gradients}
+        else:
+            self._queued, order = gradients, [*gradients]
+            for position, index in enumerate(order, 1):
+                self._update_slice(index, order[position:])
 
-    @torch.no_grad()
-    def _update_in_files(
-        self, index: int, gradient: Tensor, following: Sequence[int], *, on_updated: OnUpdated | None
-    ) -> None:
+    def _update_slice(self, index: int, following: Sequence[int]) -> None:
+        """Update a master on the host; values of the files of those that follow are read meanwhile."""
+        assert self._states is not None
+        with self._states.updating():
+            if isinstance(self._states, FileStates):
+                self._update_in_files(index, self._queued[index], following)
+            else:
+                self._update_in_memory({index: self._queued[index]})
+                master = self._masters[index]
+                self._report(index, slice(0, master.numel()), master)
+
+    def _report(self, index: int, elements: slice, masters: Tensor) -> None:
+        """Let the device have updated elements; after a delayed update, at the end of the step."""
+        assert self._states is not None
+        if self._pending is None:
+            self._states.send(index, elements, masters)
+        else:
+            self._states.stage(index, elements, masters)
+
+    def _update_in_files(self, index: int, gradient: Tensor, following: Sequence[int]) -> None:
         """Update a slice piece by piece."""
         assert isinstance(self._states, FileStates)
         master = self._masters[index]
         group = next(g for g in self._optimizer.param_groups if any(each is master for each in g["params"]))
         step = self._optimizer_state(master).get("step")
         update_piece = piece_update(self._settings, group, step, is_exact=self._reproducible_group is not None)
-        if self._captured is not None:
+        captured = self._captured if self._pending is None else None
+        if captured is not None:
             self._capture({index: torch.zeros_like(master)})
 
         def update(elements: slice, tensors: Mapping[str, Tensor]) -> None:
             scaled = gradient[elements].to(master.dtype).mul_(self._gradient_scale)
-            if self._captured is not None:
-                self._captured[index][elements] = scaled
+            if captured is not None:
+                captured[index][elements] = scaled
             update_piece(tensors["master"], scaled, [tensors[kind] for kind in self._settings.moment_kinds])
-            if on_updated is not None:
-                on_updated(index, elements, tensors["master"])
+            self._report(index, elements, tensors["master"])
 
         self._states.update(index, update, following)
         if step is not None:
@@ -224,9 +292,9 @@ class ShardedOptimizer:
                     self._optimizer_state(master)  # Made in its formats; torch would take others in float64
                 master.grad = gradients[index].to(master.dtype)
             torch._foreach_mul_([m.grad for m in masters if m.grad is not None], self._gradient_scale)
-            self._capture(
-                {index: master.grad for index, master in zip(batch, masters, strict=True) if master.grad is not None}
-            )
+            if self._pending is None:
+                gradients_of = zip(batch, masters, strict=True)
+                self._capture({index: master.grad for index, master in gradients_of if master.grad is not None})
             self._optimizer.step()
             for master in masters:
                 master.grad = None
@@ -249,7 +317,20 @@ class ShardedOptimizer:
         for kind, first in moments[0].items():
             count = {"": LocalShard(first.shape, 0, first)}
             by_kind[kind] = parameters.local_shards([kinds[kind] for kinds in moments]) if first.ndim else count
+        if self._pending is not None:
+            by_kind[KIND] = parameters.local_shards(self._pending.gradients)
+            by_kind[RATE] = {"": LocalShard(torch.Size(), 0, self._pending.rate)}
         return by_kind
+
+    @property
+    def delays(self) -> bool:
+        """Whether the gradients of a step are applied in the next one."""
+        return self._pending is not None
+
+    def forget_pending_gradients(self) -> None:
+        """Continue from a state without gradients that wait for their update."""
+        if self._pending is not None:
+            self._pending.clear()
 
     def state(self) -> dict[str, LocalShard | Tensor]:
         """Masters and moments as `KIND/NAME`, as views: writing to them in place restores the state."""
