@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from motet.plan.time.host_update import PartSeconds, simulate_host_update
 from parts.arguments import parse_arguments
 from parts.report.pages import DOCS, fill, table
 from parts.rounds import interleave, progress, quartiles
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.memory.tiers.device_limit import host_memory
+from motet.plan.time.host_update import PartSeconds, simulate_host_update
 
 PAGE = DOCS / "offload-overlap.md"
 TIMED_STEPS = 3

@@ -265,6 +265,32 @@ def test_events_show_the_update(name: str, overlap: str, states: str) -> None:
         assert all(received[part] >= stop - 1e-9 for part, stop in updated.items())
 
 
+def test_a_step_hides_a_delayed_update() -> None:
+    """The step takes the longer of its own work and that of the cores; values that come up are exposed."""
+    exact = step_of(dp=8, zero=1)
+    delayed = replace(exact, delays_update=True)
+    base = seconds(with_host(), replace(exact, states="device"))
+    up_s = 2 * COUNT / 8 / 64e9
+    quick = with_host(link_Bps=64e9, update_Bps=12 * COUNT / (0.5 * base))
+    assert seconds(quick, exact) > 1.4 * base
+    assert seconds(quick, delayed) == pytest.approx(seconds(with_host(), delayed) + up_s, rel=0.01)
+    slow = with_host(link_Bps=64e9, update_Bps=12 * COUNT / (3 * base))
+    assert seconds(slow, delayed) == pytest.approx(3 * base + up_s, rel=0.01)
+    host = estimate_memory(delayed).on_fullest_host("host", 8)
+    assert (host["pending gradients"], host["new values"]) == (4 * COUNT, 2 * COUNT)
+    events = quick.step_times.events(delayed)
+    assert min(event.start_s for event in events if event.kind == "update") == 0.0
+    norm = next(event.stop_s for event in events if event.kind == "norm")
+    assert min(event.start_s for event in events if event.kind == "receive") >= norm
+    assert max(event.stop_s for event in events) == pytest.approx(seconds(quick, delayed))
+
+
+def test_the_sums_of_stage_3_travel_after_backward() -> None:
+    step = step_of(dp=8, zero=3, microbatches=2)
+    slow, fast = with_host(link_Bps=1e9), with_host()
+    assert seconds(slow, step) - seconds(fast, step) == pytest.approx((4 + 4) * COUNT / 8 / 1e9, rel=0.01)
+
+
 def test_a_place_without_its_speed_is_refused() -> None:
     without = replace(H100, host=None)
     refused(r"its file has no section \[host\]; add one, or set memory.optimizer=device", seconds, without, step_of())

@@ -64,6 +64,12 @@ def test_a_host_that_is_full_needs_the_disk(tmp_path: Path, monkeypatch: pytest.
     assert "with device, " in text and "with host, " in text
 
 
+def test_a_delayed_update_is_none_of_the_device(tmp_path: Path) -> None:
+    job, text = chosen(job_of(tmp_path, "memory.tiers=auto", "memory.update=delayed"))
+    assert (job.memory.optimizer, job.memory.update) == ("host", "delayed")
+    assert text.endswith("memory.optimizer=host: with device, memory.update = 'delayed' has no effect")
+
+
 def test_a_run_stores_the_choice(tmp_path: Path) -> None:
     """The stored job names the place, so that a resumed run keeps it."""
     limit = peak(job_of(tmp_path)) - 1

@@ -82,6 +82,7 @@ class PlannedStep:
     packed: bool = False  # Rows hold several documents, which do not see each other
     recompute: Recompute = "none"
     states: Place = "device"  # Where masters and moments lie and are updated
+    delays_update: bool = False  # The host updates them while the next step computes
     # Predicted times ignore compression.
     communication: CommunicationSettings = field(default_factory=CommunicationSettings)
 

@@ -254,6 +254,9 @@ class _Estimate:
         each = host_link_bytes_per_element(step.recipe, is_in_rows=self._sharded.parameters)
         updated = round(updated_numel(step, counts))
         host = {"gradients that were sent": float(each.to_host * updated)}
+        if step.delays_update:
+            pending, values = DTYPE_BYTES[step.recipe.master] * updated, each.to_device * updated
+            host |= {"pending gradients": float(pending), "new values": float(values)}
         states = {"master parameters": float(state.masters), "moments": float(state.moments)}
         if step.states == "host":
             return {"host": states | host}

@@ -136,14 +136,24 @@ def simulate_host_update(
     reduced: Sequence[float],
     needed: Sequence[float],
     norm_s: float,
+    delay_s: float | None = None,
 ) -> HostUpdate:
     """The update of parts, in the order of the next forward.
 
     `reduced` are the times at which gradients are complete, in the order of backward, and `needed` the times at which
-    parts must be there, from the moment in which the norm is known.
+    parts must be there, from the moment in which the norm is known. A delayed update has the seconds `delay_s` of the
+    next step for the work of the host; all values travel at its end.
     """
     sends = simulate_sends(parts[::-1], reduced)
-    spans = simulate_update(parts)
-    late = max(span.gather.stop - at for span, at in zip(spans, needed, strict=True))
+    if delay_s is None:
+        spans = simulate_update(parts)
+    else:
+        at_work = simulate_update([part._replace(receive=0.0, gather=0.0) for part in parts])
+        end_s = max(delay_s, at_work[-1].write.stop)
+        values = simulate_update([PartSeconds(receive=part.receive, gather=part.gather) for part in parts])
+        travel = [PartSpans(*(Span(start + end_s, stop + end_s) for start, stop in each)) for each in values]
+        spans = [a._replace(receive=b.receive, gather=b.gather) for a, b in zip(at_work, travel, strict=True)]
+        needed = [delay_s] * len(parts)
+    late_s = max(span.gather.stop - at for span, at in zip(spans, needed, strict=True))
     exposed_send_s = max(0.0, sends[-1].stop - reduced[-1] - norm_s)
-    return HostUpdate(parts, reduced[-1], sends, spans, exposed_send_s, max(0.0, late))
+    return HostUpdate(parts, reduced[-1], sends, spans, exposed_send_s, max(0.0, late_s))

@@ -209,12 +209,16 @@ class _EventBuilder:
         add("norm", "agree on the norm", (at, at + simulation.optimizer_s))
         at += simulation.optimizer_s
         first = at + update.exposed_send_s
+        is_hidden = self._step.delays_update and self._step.stack.hides_data_parallel
         for number, spans in enumerate(update.spans, 1):
             for kind, (start, stop) in zip(_UPDATE_KINDS, spans, strict=True):
                 stream: StepStream = "host cores" if kind == "update" else _STREAM_OF_KIND[kind]
-                add(kind, f"{kind} part {number}", (first + start, first + stop), stream=stream)
+                offset = 0.0 if is_hidden else first  # The gradients of the step before, from the start of this one
+                offset += update.exposed_send_s * (is_hidden and kind in ("receive", "gather"))
+                add(kind, f"{kind} part {number}", (offset + start, offset + stop), stream=stream)
         end = self._add_waits(rank, at + slowest.exposed_s)
-        self._add_next_forward(rank, end, first + update.spans[-1].gather.stop)
+        if not is_hidden:
+            self._add_next_forward(rank, end, first + update.spans[-1].gather.stop)
 
     def _add_reductions(self, rank: int, limit: float) -> None:
         """Add the reductions of buckets, in order."""

@@ -253,6 +253,13 @@ class StepSimulation:
         host_s = 0.0 if self.host_update is None else self.host_update.exposed_s
         return self._data_parallel_s + self.optimizer_s + host_s + self.step.stack.step_overhead_s
 
+    @property
+    def _hiding_s(self) -> float:
+        """Seconds of a step that hide a delayed update; on processors, which are the host, none do."""
+        if not self.step.stack.hides_data_parallel:
+            return 0.0
+        return self.makespan_s + self._data_parallel_s + self.optimizer_s + self.step.stack.step_overhead_s
+
     @cached_property
     def _data_parallel_s(self) -> float:
         """Exposed collectives, and the kernels that hidden ones slow down."""
@@ -431,7 +438,8 @@ class StepSimulation:
         """The parts of a rank are as many as its blocks, and alike."""
         step, count = self.step, max(1, rank.blocks)
         numel = self._updated_numel(rank.parameters)
-        each = host_link_bytes_per_element(step.recipe, is_in_rows=sharded_states(step.layout.zero).parameters)
+        is_in_rows = sharded_states(step.layout.zero).parameters  # Whose sums travel when a backward has ended
+        each = host_link_bytes_per_element(step.recipe, is_in_rows=is_in_rows)
         states = DTYPE_BYTES[step.recipe.master] + step.moments * DTYPE_BYTES.get(step.recipe.state, 1)
         disk_s = numel * states / host.disk_Bps if step.states == "disk" and host.disk_Bps else 0.0
         gather_s = 0.0 if self.is_sharded else self._gather_s(rank)
@@ -448,9 +456,10 @@ class StepSimulation:
         window_s = self._rounds * rank.forward_s if hides and step.communication.overlap == "forward" else 0.0
         return simulate_host_update(
             [PartSeconds(*(value / count for value in seconds))] * count,
-            reduced=[backward_s * (index / count if hides else 1) for index in range(1, count + 1)],
+            reduced=[backward_s * (index / count if hides and not is_in_rows else 1) for index in range(1, count + 1)],
             needed=[window_s * index / count for index in range(count)],
             norm_s=self.optimizer_s,
+            delay_s=self._hiding_s if step.delays_update else None,
         )
 
     def _updated_numel(self, parameters: ParameterCounts) -> float:

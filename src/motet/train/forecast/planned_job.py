@@ -43,6 +43,7 @@ def planned_step(
         masked_fraction=data.mask_fraction if data.objective == "masked" else None,
         packed=packed,
         states=states,
+        delays_update=job.memory.update == "delayed",
         communication=job.communication,
     )
 

@@ -22,8 +22,12 @@ def choose_places(job: Job, log: Callable[[str], None]) -> Job:
         return job
     ranks, problems = job.run.ranks, list[str]()
     places: tuple[Place, ...] = get_args(Place)
+    if job.memory.update == "delayed":
+        problems.append("with device, memory.update = 'delayed' has no effect")
+        places = places[1:]
+    check_job(_with_place(job, places[0]), ranks)  # Other mistakes of the job are no reasons for another place
     for place in places:
-        candidate = job.model_copy(update={"memory": job.memory.with_optimizer(place)})
+        candidate = _with_place(job, place)
         problem = _problem(candidate, ranks)
         if problem is None:
             reason = "; ".join(problems) or "a step fits on the devices"
@@ -36,11 +40,14 @@ def choose_places(job: Job, log: Callable[[str], None]) -> Job:
     )
 
 
+def _with_place(job: Job, place: Place) -> Job:
+    return job.model_copy(update={"memory": job.memory.with_optimizer(place)})
+
+
 def _problem(job: Job, ranks: int) -> str | None:
     """Why a step does not fit, or None."""
     if job.memory.optimizer == "disk" and job.memory.folder is None:
         return "memory.folder is not set"
-    layout = check_job(job, ranks) if job.memory.optimizer == "device" else None  # Other mistakes are not problems
     is_known = knows_memory(job)
     check_input(
         is_known or job.communication.cluster is not None,
@@ -48,7 +55,7 @@ def _problem(job: Job, ranks: int) -> str | None:
         "memory.device_limit for a model of motet, communication.cluster for GPUs, or memory.optimizer",
     )
     try:
-        layout = layout or check_job(job, ranks)
+        layout = check_job(job, ranks)
         check_memory(job, range(ranks), ranks)
         if is_known:
             return None
