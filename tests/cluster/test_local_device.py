@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from motet.cluster import local_device as module
+from motet.cluster.cluster_settings import HostSettings
 from motet.cluster.device_specs import DEVICES, find_device
 from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
 from motet.cluster.host_limits import keep_freed_memory, usable_cores
@@ -238,3 +240,10 @@ def test_the_table_is_in_order():
 def test_the_power_of_all_but_five_devices_is_known():
     unknown = {device.name for device in DEVICES if device.power_W is None}
     assert unknown == {"TPU v5e", "TPU v5p", "TPU v6e", "RTX 6000D", "CPU"}
+
+
+def test_the_host_of_cpu_ranks_is_measured() -> None:
+    host = HostSettings.model_validate(module.measure_host(1, repeats=1))
+    assert host.memory_bytes.value == psutil.virtual_memory().total and host.cores == usable_cores()
+    assert {host.memory_bytes.origin, host.link_Bps.origin, host.update_Bps.origin} == {"measured"}
+    assert host.scratch_Bps is None

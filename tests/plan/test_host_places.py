@@ -174,6 +174,10 @@ def test_the_exposed_seconds_of_an_update() -> None:
     assert (hidden.exposed_send_s, hidden.exposed_update_s) == (0, 5)  # The first is late by 5 s, the second by 3 s
     late = simulate_host_update(parts, reduced=[4, 4], needed=[6, 7], norm_s=0)
     assert (late.exposed_send_s, late.exposed_update_s) == (2, 2)
+    for delay_s, exposed_s, resource in ((10, 2, "host link"), (5, 5, "host cores")):  # The cores work for 8 s
+        delayed = simulate_host_update(parts, reduced=[3, 4], needed=[0, 0], norm_s=1, delay_s=delay_s)
+        assert (delayed.exposed_send_s, delayed.exposed_update_s) == (0, exposed_s)
+        assert delayed.seconds_by_resource[resource] == exposed_s
     assert late.busy_s == {"host cores": 8, "disk": 0, "host link": 2}
 
 

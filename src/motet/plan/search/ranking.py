@@ -213,7 +213,8 @@ class LayoutRanking:
         rejected = [RejectedPlan(size, reason, inf) for size, reason in space.refusals().items()]
         outcomes = [*map_parts(self._bounds, layouts, partial(report, "time and memory of layouts"))]
         kinds_that_fit = {kind_of(each.layout) for each in outcomes if isinstance(each, Candidate)}
-        tried = self._tiers if len(kinds_that_fit) < top else ()
+        needs_memory = any(isinstance(each, RejectedPlan) and each.missing_bytes < inf for each in outcomes)
+        tried = self._tiers if len(kinds_that_fit) < top and needs_memory else ()
         if tried:  # Where many layouts fit, trying the others would take as long again
             self._try_tiers(layouts, outcomes, report)
         fitting = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]

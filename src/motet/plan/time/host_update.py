@@ -110,6 +110,7 @@ class HostUpdate:
     spans: Sequence[PartSpans]
     exposed_send_s: float  # After the last reduction
     exposed_update_s: float
+    hides_work: bool = False  # The next step hides all that the host does, and the values that come up are exposed
 
     @property
     def exposed_s(self) -> float:
@@ -125,7 +126,7 @@ class HostUpdate:
     @property
     def seconds_by_resource(self) -> Mapping[str, float]:
         """The exposed seconds; those of the update count for the resource that is busy longest."""
-        slowest = max(self.busy_s, key=self.busy_s.__getitem__)
+        slowest = "host link" if self.hides_work else max(self.busy_s, key=self.busy_s.__getitem__)
         parts = {"host link": self.exposed_send_s}
         return parts | {slowest: parts.get(slowest, 0.0) + self.exposed_update_s}
 
@@ -144,16 +145,17 @@ def simulate_host_update(
     parts must be there, from the moment in which the norm is known. A delayed update has the seconds `delay_s` of the
     next step for the work of the host; all values travel at its end.
     """
-    sends = simulate_sends(parts[::-1], reduced)
+    sends, hides_work = simulate_sends(parts[::-1], reduced), False
     if delay_s is None:
         spans = simulate_update(parts)
     else:
         at_work = simulate_update([part._replace(receive=0.0, gather=0.0) for part in parts])
         end_s = max(delay_s, at_work[-1].write.stop)
+        hides_work = end_s <= delay_s
         values = simulate_update([PartSeconds(receive=part.receive, gather=part.gather) for part in parts])
         travel = [PartSpans(*(Span(start + end_s, stop + end_s) for start, stop in each)) for each in values]
         spans = [a._replace(receive=b.receive, gather=b.gather) for a, b in zip(at_work, travel, strict=True)]
         needed = [delay_s] * len(parts)
     late_s = max(span.gather.stop - at for span, at in zip(spans, needed, strict=True))
     exposed_send_s = max(0.0, sends[-1].stop - reduced[-1] - norm_s)
-    return HostUpdate(parts, reduced[-1], sends, spans, exposed_send_s, max(0.0, late_s))
+    return HostUpdate(parts, reduced[-1], sends, spans, exposed_send_s, max(0.0, late_s), hides_work)
