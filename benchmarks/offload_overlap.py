@@ -126,12 +126,19 @@ class SleepingLink:
     def wait_for_host(self) -> None:
         self._down.wait()
 
-    def to_device(self, target: Tensor, values: Tensor) -> None:
-        cast = values.to(target.dtype, copy=True)
-        self._up.send(target.nbytes, partial(target.copy_, cast))
+    def to_device(self, target: Tensor, values: Tensor) -> Callable[[], None]:
+        cast, arrived = values.to(target.dtype, copy=True), threading.Event()
 
-    def wait_for_device(self) -> None:
-        self._up.wait()
+        def copy() -> None:
+            target.copy_(cast)
+            arrived.set()
+
+        self._up.send(target.nbytes, copy)
+        return partial(_wait_for, arrived)
+
+
+def _wait_for(event: threading.Event) -> None:
+    event.wait()
 
 
 class _Direction:
@@ -195,7 +202,7 @@ def make_step(options: argparse.Namespace, link_s: float | None, mode: str) -> C
     communication |= {"overlap": settings["overlap"]} if "overlap" in settings else {}
     ways: dict[str, Any] = {"memory": memory, "communication": communication, "optimizer": {"weight_decay": 0.0}}
     engine = motet.parallelize(module, "zero=1", loss=loss_sum, **ways)
-    states = engine.optimizer._states
+    states = engine.optimizer.states
     if link_s is not None:
         assert states is not None
         states.link = SleepingLink(link_s / (WIDTH * WIDTH * 4))

@@ -108,7 +108,7 @@ def trained(group: RankGroup, job: Job) -> tuple[list[tuple[float, bool]], dict[
         parts = build_components(job, group, Path(job.data.cache or "."))
         step = parts.make_train_step(job)
         results = [step.step(index, job.optimizer.learning_rate) for index in range(STEPS)]
-        optimizer, states = parts.engine.optimizer, parts.engine.optimizer._states
+        optimizer, states = parts.engine.optimizer, parts.engine.optimizer.states
         kept = {
             f"{kind}/{name}": shard.values.clone()
             for kind, shards in optimizer.state_by_kind().items()

@@ -5,8 +5,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def trained(group: RankGroup, job: Job) -> Trained:
         }
         optimizer.drop_copies()
         tensors |= {name: local_shard(p).values.clone() for name, p in parts.model.module.named_parameters()}
-        states: Any = optimizer._states
+        states: Any = optimizer.states
         sent = [states.sent_to_host, states.sent_to_device] if states else []
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
         if states and not job.precision.moment_dtype:
@@ -76,7 +76,7 @@ def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> N
     need = memory_need(engine.plan, job.precision.resolved, job.optimizer, rank=rank, place="host")
     state, engines = engine.optimizer.state_by_kind(), engine.optimizer.sharded_parameters.engines
     kept = sum(shard.values.nbytes for kind in state for shard in state[kind].values() if shard.shape)
-    gradients = sum(sent.nbytes for each in engines for sent in each._sent_gradients.values())
+    gradients = sum(sent.nbytes for each in engines for sent in (each._hosted.sums.values() if each._hosted else ()))
     padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host")
     assert need["gradients that were sent"] == gradients > 0
     assert 0 <= padding <= 0.02 * kept  # Buckets have padding
@@ -249,7 +249,7 @@ def updates_in_forward(group: RankGroup, job: Job) -> list[int]:
         parts = build_components(job, group, Path(folder))
         engine, step = parts.engine, parts.make_train_step(job)
         optimizer, begun, left = engine.optimizer, threading.Event(), list[int]()
-        updates: Any = optimizer._states.updates if optimizer._states else None
+        updates: Any = optimizer.states.updates if optimizer.states else None
         update_slice, count = optimizer._update_slice, len(optimizer._masters)
         done = list[int]()
 
@@ -295,9 +295,8 @@ class SlowLink(ImmediateLink):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._sender = ThreadPoolExecutor(1)
-        self._sent = list[Future[None]]()
 
-    def to_device(self, target: torch.Tensor, values: torch.Tensor) -> None:
+    def to_device(self, target: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
         cast = values.to(target.dtype, copy=True)
 
         def send() -> None:
@@ -305,10 +304,7 @@ class SlowLink(ImmediateLink):
             with torch.no_grad():
                 target.copy_(cast)
 
-        self._sent.append(self._sender.submit(send))
-
-    def wait_for_device(self) -> None:
-        wait(self._sent)
+        return self._sender.submit(send).result
 
 
 def trained_over_a_slow_link(group: RankGroup, job: Job) -> Trained:

@@ -4,7 +4,8 @@ A CPU rank, whose device is simulated, copies when it is asked. On CUDA both dir
 the device computes, and values are cast on the host into pinned memory, from which they travel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from motet.memory.tiers.device_limit import host_memory
 
 _PINNED_BYTES = 16 << 20  # Each of the two buffers from which values travel
+
+
+WaitForArrival = Callable[[], None]  # Lets the device wait until values have arrived on it
 
 
 class HostLink(Protocol):
@@ -24,12 +28,9 @@ class HostLink(Protocol):
     def wait_for_host(self) -> None:
         """Let this thread wait until all copies have arrived on the host."""
 
-    def to_device(self, target: Tensor, values: Tensor) -> None:
+    def to_device(self, target: Tensor, values: Tensor) -> WaitForArrival:
         """Give a flat tensor of the device these values of the host, which are cast on the host. They may change when
         the call returns."""
-
-    def wait_for_device(self) -> None:
-        """Let the device wait until all values have arrived on it."""
 
 
 class ImmediateLink:
@@ -46,13 +47,15 @@ class ImmediateLink:
     def wait_for_host(self) -> None:
         """Nothing to do."""
 
-    def to_device(self, target: Tensor, values: Tensor) -> None:
+    def to_device(self, target: Tensor, values: Tensor) -> WaitForArrival:
         with host_memory(self._device):
             cast = values.to(target.dtype)
         target.copy_(cast)
+        return _has_arrived
 
-    def wait_for_device(self) -> None:
-        """Nothing to do."""
+
+def _has_arrived() -> None:
+    """Nothing to wait for."""
 
 
 class CudaLink:
@@ -76,7 +79,7 @@ class CudaLink:
     def wait_for_host(self) -> None:
         self._down.synchronize()
 
-    def to_device(self, target: Tensor, values: Tensor) -> None:
+    def to_device(self, target: Tensor, values: Tensor) -> WaitForArrival:
         count = _PINNED_BYTES // target.itemsize
         for start in range(0, target.numel(), count):
             elements = slice(start, min(start + count, target.numel()))
@@ -88,9 +91,11 @@ class CudaLink:
                 target[elements].copy_(cast, non_blocking=True)
                 sent.record(self._up)
             self._next = 1 - self._next
+        arrived = self._up.record_event()
+        return partial(self._let_device_wait, arrived)
 
-    def wait_for_device(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._up)
+    def _let_device_wait(self, arrived: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(arrived)
 
 
 def link_of(device: torch.device) -> HostLink:

@@ -5,7 +5,7 @@ the values with which the device computes travel back.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from motet.memory.policy_choice import MemorySettings
 from motet.memory.tiers.background_updates import BackgroundUpdates
 from motet.memory.tiers.device_limit import host_memory, mark_as_host
 from motet.memory.tiers.file_tensors import FileTensors, PieceFunction
-from motet.memory.tiers.host_link import link_of
+from motet.memory.tiers.host_link import WaitForArrival, link_of
 from motet.memory.tiers.scratch_folder import run_subfolder
 
 MASTER = "master"
@@ -35,6 +35,7 @@ class HostStates:
         self.masters = list[Tensor]()  # All slices, in the order in which engines have allocated them
         self._targets = list[Callable[[], Tensor]]()  # Flat tensors with which the device computes, by slice
         self._staged, self._is_staged = dict[int, Tensor](), set[int]()
+        self._arrivals = dict[int, WaitForArrival]()
         self.sent_to_host = self.sent_to_device = 0  # Bytes since the run began
         self._host = torch.device("meta" if device.type == "meta" else "cpu")  # A rehearsal knows no values
         self.link = link_of(device)
@@ -75,7 +76,7 @@ class HostStates:
 
     def send(self, index: int, elements: slice, masters: Tensor) -> None:
         """Let the device compute with elements of a slice, cast on the host to the dtype that the device has."""
-        self._to_device(self._targets[index]()[elements], masters)
+        self._to_device(index, self._targets[index]()[elements], masters)
 
     def stage(self, index: int, elements: slice, masters: Tensor) -> None:
         """Keep such elements on the host until `send_staged`."""
@@ -91,12 +92,21 @@ class HostStates:
     def send_staged(self) -> None:
         """Send all elements that were kept."""
         for index in sorted(self._is_staged):
-            self._to_device(self._targets[index](), self._staged[index])
+            self._to_device(index, self._targets[index](), self._staged[index])
+        self.wait_for_arrival(sorted(self._is_staged))
         self._is_staged.clear()
 
-    def _to_device(self, target: Tensor, values: Tensor) -> None:
+    def _to_device(self, index: int, target: Tensor, values: Tensor) -> None:
         self.sent_to_device += target.nbytes
-        self.link.to_device(target, values)
+        self._arrivals[index] = self.link.to_device(target, values)  # Earlier elements arrive earlier
+
+    def wait_for_arrival(self, slices: Iterable[int]) -> None:
+        """Wait until the host has updated these slices, and let the device wait until their values have arrived."""
+        slices = [*slices]
+        self.updates.wait(slices)
+        for index in slices:
+            if (wait := self._arrivals.pop(index, None)) is not None:
+                wait()
 
     @contextmanager
     def updating(self) -> Iterator[None]:

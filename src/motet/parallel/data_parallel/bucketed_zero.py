@@ -43,6 +43,7 @@ from motet.parallel.data_parallel.flat_parameters import (
     member_overlaps,
     no_update,
 )
+from motet.parallel.data_parallel.hosted_slices import HostedSlices
 from motet.parallel.data_parallel.zero import CommUnitAction, UnitSchedule
 from motet.parallel.torch_private import is_innermost_mode
 from motet.precision.recipe import PrecisionRecipe
@@ -241,8 +242,7 @@ class BucketedDataParallel:
         """Put parameters on flat tensors that are sharded as the plan says. `states` has masters of the host."""
         named, group = {name: parameters[name] for name in plan.shapes}, mesh.shard_group
         self.mesh, self.plan, rank, dtype = mesh, plan, group.rank, getattr(torch, recipe.reduce)
-        self._states, self._sent_gradients = states, dict[int, Tensor]()
-        self._first_slice = len(states.masters) if states else 0  # Of those in `states`
+        self._hosted = HostedSlices(states) if states else None
         self._has_alike_copies = len(set(plan.group.copy_groups.values())) == 1
         self._buckets = [unit.contents for unit in plan.units if isinstance(unit.contents, Bucket)]
         schedule = plan.units[0].schedule
@@ -267,13 +267,10 @@ class BucketedDataParallel:
             separate_masters=self._parameter_gather is not None and self._parameter_gather.codec is not None,
             allocate_masters=states.allocate if states else None,
         )
-        slices = self.flat_parameters.optimizer_slices
-        if states is not None:
-            states.set_targets([partial(self.flat_parameters.compute.__getitem__, each.flat_slice) for each in slices])
-        self._slices_of_bucket: list[list[int]] = [[] for _ in self._buckets]
-        for index, each in enumerate(slices):
-            self._slices_of_bucket[each.bucket_id].append(index)
-        self.optimizer_groups = [each.optimizer_group for each in slices]
+        if self._hosted is not None:
+            self._hosted.set_targets(self.flat_parameters.compute_slices())
+        self._slices_of_bucket = self.flat_parameters.slices_of_buckets()
+        self.optimizer_groups = [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
         self.local_shards = self.flat_parameters.local_shards
         self.unfilled_shards = self.flat_parameters.unfilled_shards
         self.local_masters = [each.master for each in self.flat_parameters.optimizer_slices]  # This rank updates them
@@ -306,7 +303,9 @@ class BucketedDataParallel:
             self._usage_tracker.begin_step()
         self.communicator.begin_step()
         self._gradients.begin_step()
-        self._sent_gradients, self._next_sent = {}, 0
+        self._next_sent = 0
+        if self._hosted is not None:
+            self._hosted.begin_step()
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
@@ -337,15 +336,14 @@ class BucketedDataParallel:
         self._send_sums()
 
     def _send_sums(self) -> None:
-        """Send the sums of the next buckets to the host, as far as they are complete."""
-        slices, states = self.flat_parameters.optimizer_slices, self._states
-        if states is None or not self._is_last_microbatch:
+        """Send the sums of the next buckets to the host, for all that are complete."""
+        slices, hosted = self.flat_parameters.optimizer_slices, self._hosted
+        if hosted is None or not self._is_last_microbatch:
             return
         while self._next_sent < self._next_bucket and self._reductions[self._next_sent].is_summed:
             self._reductions[self._next_sent].finish()
             indices = self._slices_of_bucket[self._next_sent]
-            sums = [self._gradients.local_slice(slices[index].flat_slice) for index in indices]
-            self._sent_gradients |= zip(indices, states.to_host(sums), strict=True)
+            hosted.send(indices, [self._gradients.local_slice(slices[index].flat_slice) for index in indices])
             self._next_sent += 1
 
     def start_remaining_reductions(self) -> None:
@@ -418,11 +416,12 @@ class BucketedDataParallel:
     def update(self) -> None:
         """Update the masters, and let every rank compute with the result."""
         self.wait_for_pending()
-        if self._states is not None:
-            self.update_masters(self._sent_gradients)
-            if self._states.overlaps:
+        if self._hosted is not None:
+            self.update_masters(self._hosted.sums)
+            self._hosted.wait_after_update(len(self.optimizer_groups))
+            if self._hosted.states.overlaps:
                 self._updating = dict.fromkeys(self._first_use_order() or range(len(self._buckets)))
-            elif not self._states.delays:
+            elif not self._hosted.states.delays:
                 self.gather_parameters()
             return
         for index, action in enumerate(self._step_actions):
@@ -447,8 +446,8 @@ class BucketedDataParallel:
     def sync_parameters(self) -> None:
         """Cast this rank's masters, and gather the parameters that other ranks have updated."""
         self.wait_for_pending()
-        if self._states is not None:
-            self._states.refresh()
+        if self._hosted is not None:
+            self._hosted.states.refresh()
         self.flat_parameters.cast_masters()
         self.gather_parameters()
 
@@ -465,8 +464,8 @@ class BucketedDataParallel:
             'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
             "have replaced your values; call engine.synchronize() before you change any",
         )
-        if self._states is not None:
-            self._states.refresh()
+        if self._hosted is not None:
+            self._hosted.states.refresh()
         self.flat_parameters.load_assigned_values()
 
     def wait_for_pending(self) -> None:
@@ -501,13 +500,11 @@ class BucketedDataParallel:
     def _receive_values(self, bucket_id: int) -> None:
         """Wait until the host has updated a bucket. Where ranks gather it, they do so in one order, and the gather of
         the bucket behind it begins, too."""
-        assert self._states is not None
+        assert self._hosted is not None
         order = [*self._updating]
         arriving = [bucket_id] if self._parameter_gather is None else order[: order.index(bucket_id) + 2]
         for each in arriving:
-            with trace.span("update"):
-                self._states.updates.wait([self._first_slice + index for index in self._slices_of_bucket[each]])
-                self._states.link.wait_for_device()
+            self._hosted.wait(self._slices_of_bucket[each])
             del self._updating[each]
             if self._parameter_gather is None:
                 self.flat_parameters.bump_versions(each)

@@ -10,6 +10,7 @@ Gives the parameters of a rank their initial values: only the elements that it h
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 from weakref import WeakMethod
@@ -259,6 +260,17 @@ class FlatParameters:
             yield name, LocalShard(self._shapes[name], 0, self.compute[member.flat_slice])
         if not self._shares_storage:
             yield from self.local_shards([each.master for each in self.optimizer_slices]).items()
+
+    def compute_slices(self) -> list[Callable[[], Tensor]]:
+        """Functions that return the elements of each optimizer slice with which the device computes."""
+        return [partial(self.compute.__getitem__, each.flat_slice) for each in self.optimizer_slices]
+
+    def slices_of_buckets(self) -> list[list[int]]:
+        """The indices of the optimizer slices of each bucket."""
+        indices: list[list[int]] = [[] for _ in self.buckets]
+        for index, each in enumerate(self.optimizer_slices):
+            indices[each.bucket_id].append(index)
+        return indices
 
     def cast_masters(self, slices: Sequence[OptimizerSlice] | None = None) -> None:
         """Cast this rank's masters, or some of them, to the compute dtype after an update."""

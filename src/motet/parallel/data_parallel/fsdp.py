@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from motet.core import trace
 from motet.core.errors import InputError, check_input
 from motet.memory.tiers.optimizer_states import HostStates
 from motet.models.user_module import find_blocks
@@ -27,6 +26,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard, MasterUpdate, no_update
+from motet.parallel.data_parallel.hosted_slices import HostedSlices
 from motet.parallel.data_parallel.zero import CommUnitAction, shard_rows
 from motet.parallel.torch_private import (
     allocate_shards,
@@ -116,12 +116,11 @@ class FSDP2DataParallel:
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
-        self._states, self._sent_gradients = states, dict[int, Tensor]()
-        self._first_slice = len(states.masters) if states else 0  # Of those in `states`
+        self._hosted = HostedSlices(states) if states else None
         self._host_masters = states.allocate([rows.numel() for rows in self._rows]) if states else None
-        if states is not None:
-            states.set_targets([partial(_local_rows, p) for p in self.sharded_parameters.values()])
-        self._updating = dict[int, list[int]]()  # Units that the host updates -> their slices in `states`
+        if self._hosted is not None:
+            self._hosted.set_targets([partial(_local_rows, p) for p in self.sharded_parameters.values()])
+        self._updating = dict[int, list[int]]()  # Units that the host updates -> their slices
         self._unit_uses = dict[int, int]()  # Unit -> the time of its first forward
         if states is not None and states.overlaps:
             for unit_id, inner in enumerate((*blocks, self.root)):
@@ -187,7 +186,8 @@ class FSDP2DataParallel:
         self.communicator.begin_step()
         for parameter in self.sharded_parameters.values():
             parameter.grad = None
-        self._sent_gradients = {}
+        if self._hosted is not None:
+            self._hosted.begin_step()
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
@@ -219,8 +219,8 @@ class FSDP2DataParallel:
         self.communicator.end_backward()
         for name in map(first_unreduced_parameter, self.fsdp_modules):
             check_input(name is None, STRAY_GRADIENT.format(name))
-        if self._states is not None and self._is_last:
-            self._sent_gradients = dict(enumerate(self._states.to_host(self.local_gradients())))
+        if self._hosted is not None and self._is_last:
+            self._hosted.send(range(len(self.optimizer_groups)), self.local_gradients())
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
 
@@ -238,15 +238,16 @@ class FSDP2DataParallel:
 
     def update(self) -> None:
         self.wait_for_pending()
-        if self._states is None:
+        if self._hosted is None:
             self.update_masters(dict(enumerate(self.local_gradients())))
             return
-        self.update_masters(self._sent_gradients)
-        if self._states.overlaps:
+        self.update_masters(self._hosted.sums)
+        self._hosted.wait_after_update(len(self.optimizer_groups))
+        if self._hosted.states.overlaps:
             self._updating = self._slices_of_units()
 
     def _slices_of_units(self) -> dict[int, list[int]]:
-        indices = {name: self._first_slice + index for index, name in enumerate(self.sharded_parameters)}
+        indices = {name: index for index, name in enumerate(self.sharded_parameters)}
         return {i: [indices[member.name] for member in unit.members] for i, unit in enumerate(self.plan.units)}
 
     @property
@@ -266,10 +267,8 @@ class FSDP2DataParallel:
         self._unit_uses.setdefault(unit_id, perf_counter_ns())
         slices = self._updating.pop(unit_id, None)
         if slices is not None:
-            assert self._states is not None
-            with trace.span("update"):
-                self._states.updates.wait(slices)
-                self._states.link.wait_for_device()
+            assert self._hosted is not None
+            self._hosted.wait(slices)
 
     def wait_for_pending(self) -> None:
         """Wait until the host has updated all rows."""
@@ -278,15 +277,15 @@ class FSDP2DataParallel:
 
     def load_assigned_values(self) -> None:
         """Continue from the rows, which are the masters of parameters without masters on the host."""
-        if self._states is not None:
-            self._states.refresh()
+        if self._hosted is not None:
+            self._hosted.states.refresh()
         for master, rows in zip(self._host_masters or (), self._rows, strict=False):
             master.copy_(rows)
 
     def sync_parameters(self) -> None:
         """Give the device the rows of masters on the host; a block gathers its parameters when it is called."""
-        if self._states is not None:
-            self._states.refresh()
+        if self._hosted is not None:
+            self._hosted.states.refresh()
         for rows, master in zip(self._rows, self._host_masters or (), strict=False):
             rows.copy_(master)
 

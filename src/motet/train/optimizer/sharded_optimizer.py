@@ -92,7 +92,7 @@ class ShardedOptimizer:
         make_compact: Callable[..., CompactMomentsOptimizer] | None = None,  # If moments are stored in another format
         states: HostStates | None = None,  # If the host updates masters
     ) -> None:
-        self.sharded_parameters, self._settings, self._states = sharded_parameters, settings, states
+        self.sharded_parameters, self._settings, self.states = sharded_parameters, settings, states
         self._captured: list[Tensor] | None = None
         self.loss_scaler: LossScaler | None = None  # Set in fp16
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
@@ -124,12 +124,12 @@ class ShardedOptimizer:
     def begin_step(self) -> None:
         """Begin a step, during which the host applies the pending gradients of the one before."""
         self.sharded_parameters.begin_step()
-        if self._states is None or self._pending is None or (rate := self._pending.learning_rate) is None:
+        if self.states is None or self._pending is None or (rate := self._pending.learning_rate) is None:
             return
         self._set_rates(rate)
         self._gradient_scale = 1.0
         self._queued = dict(enumerate(self._pending.gradients if self.sharded_parameters.optimizer_groups else ()))
-        self._states.updates.start(self.sharded_parameters.update_order or [*self._queued], self._update_slice)
+        self.states.updates.start(self.sharded_parameters.update_order or [*self._queued], self._update_slice)
 
     def squared_norm(self) -> Tensor:
         """This rank's summand of the squared norm of all gradients, on its device; rank 0 has the whole sum if it must
@@ -176,9 +176,9 @@ class ShardedOptimizer:
         self.sharded_parameters.update()
         if self._pending is not None:
             self._pending.set_rate(learning_rate)
-        elif self._states is not None and self._states.overlaps:
+        elif self.states is not None and self.states.overlaps:
             order = self.sharded_parameters.update_order
-            self._states.updates.start(order or [*self._queued], self._update_slice)
+            self.states.updates.start(order or [*self._queued], self._update_slice)
             if order is None:  # No forward has told which values are needed first
                 self.sharded_parameters.wait_for_pending()
         if not self.sharded_parameters.optimizer_groups and self._pending is None:
@@ -190,13 +190,12 @@ class ShardedOptimizer:
 
     def _finish_pending(self) -> None:
         """Let the model compute with the masters to which the pending gradients were applied in this step."""
-        if self._states is None or self._pending is None or self._pending.learning_rate is None:
+        if self.states is None or self._pending is None or self._pending.learning_rate is None:
             return
-        self._states.updates.wait()
+        self.states.updates.wait()
         if not self.sharded_parameters.optimizer_groups:
             self._update_in_memory({0: self.sharded_parameters.no_elements})
-        self._states.send_staged()
-        self._states.link.wait_for_device()
+        self.states.send_staged()
         self.sharded_parameters.gather_parameters()
         self._pending.clear()
 
@@ -213,7 +212,7 @@ class ShardedOptimizer:
         try:
             yield captured
         finally:
-            if self._states is not None and self._states.overlaps:
+            if self.states is not None and self.states.overlaps:
                 self.sharded_parameters.wait_for_pending()
             self._captured = None
 
@@ -226,13 +225,13 @@ class ShardedOptimizer:
     def _update_masters(self, gradients: Mapping[int, Tensor]) -> None:
         """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory. The host
         updates slice by slice, for values that the device waits for."""
-        if self._states is None:
+        if self.states is None:
             self._update_in_memory(gradients)
         elif self._pending is not None:
-            with self._states.updating():
+            with self.states.updating():
                 self._pending.keep(gradients, self._gradient_scale)
             self._capture({index: self._pending.gradients[index] for index in gradients})
-        elif self._states.overlaps:
+        elif self.states.overlaps:
             self._queued = {**self._queued, **gradients}
         else:
             self._queued, order = gradients, [*gradients]
@@ -240,10 +239,10 @@ class ShardedOptimizer:
                 self._update_slice(index, order[position:])
 
     def _update_slice(self, index: int, following: Sequence[int]) -> None:
-        """Update a master on the host; values of the files of those that follow are read meanwhile."""
-        assert self._states is not None
-        with self._states.updating():
-            if isinstance(self._states, FileStates):
+        """Update a master on the host. Files of masters that follow are read meanwhile."""
+        assert self.states is not None
+        with self.states.updating():
+            if isinstance(self.states, FileStates):
                 self._update_in_files(index, self._queued[index], following)
             else:
                 self._update_in_memory({index: self._queued[index]})
@@ -252,15 +251,15 @@ class ShardedOptimizer:
 
     def _report(self, index: int, elements: slice, masters: Tensor) -> None:
         """Let the device have updated elements; after a delayed update, at the end of the step."""
-        assert self._states is not None
+        assert self.states is not None
         if self._pending is None:
-            self._states.send(index, elements, masters)
+            self.states.send(index, elements, masters)
         else:
-            self._states.stage(index, elements, masters)
+            self.states.stage(index, elements, masters)
 
     def _update_in_files(self, index: int, gradient: Tensor, following: Sequence[int]) -> None:
         """Update a slice piece by piece."""
-        assert isinstance(self._states, FileStates)
+        assert isinstance(self.states, FileStates)
         master = self._masters[index]
         group = next(g for g in self._optimizer.param_groups if any(each is master for each in g["params"]))
         step = self._optimizer_state(master).get("step")
@@ -276,7 +275,7 @@ class ShardedOptimizer:
             update_piece(tensors["master"], scaled, [tensors[kind] for kind in self._settings.moment_kinds])
             self._report(index, elements, tensors["master"])
 
-        self._states.update(index, update, following)
+        self.states.update(index, update, following)
         if step is not None:
             step += 1
 
@@ -310,8 +309,8 @@ class ShardedOptimizer:
         """
         parameters = self.sharded_parameters
         parameters.wait_for_pending()
-        if self._states is not None:
-            self._states.refresh()
+        if self.states is not None:
+            self.states.refresh()
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
         by_kind = {"master": parameters.local_shards(self._masters)}
         for kind, first in moments[0].items():
@@ -352,8 +351,8 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Remove the files of states on disk, of which nothing is left."""
-        if self._states is not None:
-            self._states.close()
+        if self.states is not None:
+            self.states.close()
 
     def _step_count(self, master: Tensor) -> Tensor | None:
         return (self._compact.state[master] if self._compact else self._optimizer_state(master)).get("step")
@@ -378,10 +377,10 @@ class ShardedOptimizer:
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of a master, which are zero, in the memory that it lies in."""
         kinds = self._settings.moment_kinds
-        if self._states is None or not self.sharded_parameters.optimizer_groups:
+        if self.states is None or not self.sharded_parameters.optimizer_groups:
             return {kind: torch.zeros_like(parameter) for kind in kinds}
         index = next(index for index, master in enumerate(self._masters) if master is parameter)
-        return self._states.moments(index, kinds)
+        return self.states.moments(index, kinds)
 
 
 def piece_update(
