@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from motet.memory.policy_choice import Place
+from motet.memory.policy_choice import Place, StatePlaces
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import CommUnitAction
@@ -28,7 +28,7 @@ def plan_of_stage(zero: int, states: Place) -> StepPlan:
         RECIPES["bf16"],
         settings=CommunicationSettings(),
         batch_sequences=4,
-        states=states,
+        places=StatePlaces(states),
     )
 
 

@@ -19,6 +19,15 @@ from motet.core.config_loading import FrozenSettings
 from motet.models.spec.layer_specs import BlockPolicy
 
 Place = Literal["device", "host", "disk"]
+
+
+class StatePlaces(NamedTuple):
+    """Where masters and moments lie, and parameters that stage 3 cuts into rows."""
+
+    states: Place = "device"
+    parameters: Place = "device"
+
+
 POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
 # With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
 MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384
@@ -178,6 +187,7 @@ class MemorySettings(FrozenSettings):
         "recompute": "*checkpointing *recompute* activation_checkpoint*",
         "budget": "*memory",
         "optimizer": "*offload*",
+        "parameters": "*param_offload* *offload_param*",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
     """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
@@ -195,6 +205,10 @@ class MemorySettings(FrozenSettings):
     """Where master parameters and moments lie and are updated: in the memory of the device; in that of the host, which
     updates them; or in files that the host reads, updates and writes piece by piece."""
 
+    parameters: Literal["device", "host"] = "device"
+    """Where the rows of parameters that stage 3 of ZeRO cuts lie: in the memory of the device; or in that of the host,
+    from which each block travels to the device when it computes. A single rank cuts them, too."""
+
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
@@ -208,6 +222,11 @@ class MemorySettings(FrozenSettings):
             raise ValueError("optimizer = 'disk' keeps its files in memory.folder; set it to a folder on a fast disk")
         if self.optimizer != "disk" and self.folder is not None:
             raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
+        if self.parameters == "host" and self.optimizer == "device":
+            raise ValueError(
+                "parameters = 'host' needs memory.optimizer = 'host' or 'disk', since an update on the device would "
+                "fetch all rows; set memory.optimizer=host"
+            )
         if self.recompute == "auto" and self.step_budget is None:
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
         if self.budget is not None and self.device_limit is not None and self.budget > self.device_limit:
@@ -216,6 +235,10 @@ class MemorySettings(FrozenSettings):
                 "leave it out: it is the limit then"
             )
         return self
+
+    @property
+    def places(self) -> StatePlaces:
+        return StatePlaces(self.optimizer, self.parameters)
 
     @property
     def step_budget(self) -> int | None:

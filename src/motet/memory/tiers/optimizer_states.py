@@ -34,13 +34,21 @@ class HostStates:
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
-        with host_memory(self.device):
-            made = [
-                torch.zeros(length, dtype=self._master, device=self._host, pin_memory=self._is_pinned)
-                for length in lengths
-            ]
+        made = [self.host_tensor(length, self._master) for length in lengths]
         self.masters += made
         return made
+
+    def host_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros on the host."""
+        with host_memory(self.device):
+            return torch.zeros(numel, dtype=dtype, device=self._host, pin_memory=self._is_pinned)
+
+    def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Rows of parameters on the host, which are padded to other lengths, and masters of further slices. Here the
+        rows without padding are the masters themselves (None)."""
+        rows = [self.host_tensor(length, self._master) for length in padded]
+        self.masters += [each[:length] for each, length in zip(rows, lengths, strict=True)]
+        return rows, None
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         """The moments of a slice, which are zero."""
@@ -68,6 +76,11 @@ class HostStates:
                     gradient.record_stream(self._stream)
         self.sent_to_host += sum(gradient.nbytes for gradient in gradients)
         return made
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        """A copy of rows of parameters on the device, in their dtype."""
+        self.sent_to_device += rows.nbytes
+        return rows.clone() if self._stream is None else rows.to(self.device, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until the gradients have arrived."""
@@ -118,6 +131,9 @@ class FileStates(HostStates):
         mark_as_host(made)
         self.masters += made
         return made
+
+    def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
+        return [self.host_tensor(length, self._master) for length in padded], self.allocate(lengths)
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         files, local = self._place_of_slice[index]

@@ -5,6 +5,7 @@ gathered from the first forward to the end of backward. Parameters that have no 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
+from motet.memory.tiers.device_limit import host_memory
 from motet.memory.tiers.optimizer_states import HostStates
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
@@ -26,9 +28,12 @@ from motet.parallel.data_parallel.communication.communicator import DataParallel
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard, MasterUpdate, no_update
 from motet.parallel.data_parallel.zero import CommUnitAction, shard_rows
+from motet.parallel.process.process_group import process_group_of_one
 from motet.parallel.torch_private import (
     allocate_shards,
     first_unreduced_parameter,
+    keep_rows_on_host,
+    padded_rows,
     reduce_left_gradients,
     reshard_to_secondary,
 )
@@ -75,7 +80,7 @@ class FSDP2DataParallel:
         """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets. `states`
         has the masters, if the host updates them: the rows of the device are then copies in the same dtype."""
         group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
-        assert group.process_group is not None
+        on_host, process_group = plan.group.sharding.parameters == "host", group.process_group or process_group_of_one()
         ignored = {*module.parameters()} - sharded
         blocks, has_all = find_blocks(module), not plan.group.in_pipeline
         blocks = [block for block in blocks if has_all or not sharded.isdisjoint(block.parameters())]
@@ -83,9 +88,10 @@ class FSDP2DataParallel:
         compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
         shard: Callable[..., FSDPModule] = partial(
             fully_shard,
-            mesh=DeviceMesh.from_group(group.process_group, group.device.type),
+            mesh=DeviceMesh.from_group(process_group, group.device.type),
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
             ignored_params=ignored,
+            offload_policy=CPUOffloadPolicy(pin_memory=group.device.type == "cuda") if on_host else OffloadPolicy(),
         )
         root = _FSDPRootModule(module if has_all else _part_of_module(module, {*blocks}, sharded))
         self.mesh, self.root, self.plan = mesh, root, plan
@@ -96,8 +102,8 @@ class FSDP2DataParallel:
             shard(inner, reshard_after_forward=unit.reshards)
             for inner, unit in zip((*blocks, self.root), plan.units, strict=True)
         ]
-        for fsdp_module in self.fsdp_modules:
-            allocate_shards(fsdp_module, group.device)
+        self._states, self._host_rows = states, on_host
+        self._host_masters = self._allocate(dict(module.named_parameters()), group.device)
         if not has_all:
             _prefetch_within_stage(self.fsdp_modules)
         if mesh.secondary_shard_group:
@@ -114,12 +120,39 @@ class FSDP2DataParallel:
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
-        self._states, self._sent_gradients = states, list[Tensor]()
-        self._host_masters = states.allocate([rows.numel() for rows in self._rows]) if states else None
+        self._sent_gradients, self._received = list[Tensor](), dict[int, Tensor]()
         self._accumulates = self._is_deferred = self._is_last = False
         self._reduces_each_microbatch = any(a.moment == "microbatch" for unit in plan.units for a in unit.schedule)
         if has_all:
             module.forward = self.wrap_as_forward(module.forward)
+
+    def _allocate(self, named: Mapping[str, nn.Parameter], device: torch.device) -> list[Tensor] | None:
+        """Allocate the rows, and masters on the host: none where rows on the host are the masters themselves."""
+        states, trained = self._states, [named[name] for name in self.plan.shapes]
+        lengths = [_local_rows(parameter).numel() for parameter in trained]
+        if states is None or not self._host_rows:
+            for fsdp_module in self.fsdp_modules:
+                allocate_shards(fsdp_module, device)
+            return states.allocate(lengths) if states else None
+        padded = padded_rows(self.fsdp_modules)
+        allocated, masters = states.allocate_rows(lengths, [padded[parameter] for parameter in trained])
+        rows = dict(zip(trained, allocated, strict=True))
+        rows |= {p: states.host_tensor(numel, p.dtype) for p, numel in padded.items() if p not in rows}
+        receive = None if device.type == "cuda" else self._receive
+        for fsdp_module in self.fsdp_modules:
+            keep_rows_on_host(fsdp_module, rows, fetch=states.fetch, receive=receive)
+        return masters
+
+    def _receive(self, rows: Tensor) -> Tensor:
+        """A copy on the host of reduced gradients, which FSDP2 has not copied where it takes the device for the host.
+        Gradients of later micro-batches have been added to it."""
+        assert self._states is not None
+        if id(rows) in self._received:
+            self._states.sent_to_host += rows.nbytes
+            return rows
+        (received,) = self._states.to_host([rows])
+        self._received[id(received)] = received
+        return received
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, in which parameters of the module may be used outside of its forward."""
@@ -166,7 +199,7 @@ class FSDP2DataParallel:
 
     @property
     def _rows(self) -> list[Tensor]:
-        """The rows of the device."""
+        """The rows that travel when a block is gathered."""
         return [*map(_local_rows, self.sharded_parameters.values())]
 
     @property
@@ -178,6 +211,7 @@ class FSDP2DataParallel:
         for parameter in self.sharded_parameters.values():
             parameter.grad = None
         self._sent_gradients = []
+        self._received.clear()
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
@@ -208,8 +242,12 @@ class FSDP2DataParallel:
         self.communicator.end_backward()
         for name in map(first_unreduced_parameter, self.fsdp_modules):
             check_input(name is None, STRAY_GRADIENT.format(name))
+        if self._states is not None and self._host_rows and self.mesh.shard_group.device.type == "cuda":
+            reduced = (p.grad for p in self.sharded_parameters.values() if p.grad is not None)
+            self._states.sent_to_host += sum(_local_rows(gradient).nbytes for gradient in reduced)
         if self._states is not None and self._is_last:
-            self._sent_gradients = self._states.to_host(self.local_gradients())
+            gradients = self.local_gradients()
+            self._sent_gradients = gradients if self._host_rows else self._states.to_host(gradients)
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
 
@@ -219,7 +257,8 @@ class FSDP2DataParallel:
     def reduced_gradients(self, names: Collection[str]) -> Sequence[Tensor]:
         """This rank's rows of the sums of some parameters."""
         sharded = [parameter for name, parameter in self.sharded_parameters.items() if name in names]
-        return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
+        with host_memory(self.mesh.shard_group.device) if self._host_rows else nullcontext():
+            return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
 
     def reduced_shards(self) -> dict[str, LocalShard]:
         """This rank's rows of the sums, by the names of parameters."""
@@ -234,7 +273,10 @@ class FSDP2DataParallel:
     def _send_to_device(self, index: int, elements: slice, masters: Tensor) -> None:
         """Let the device compute with elements of rows that the host has updated."""
         assert self._states is not None
-        self._states.to_device(self._rows[index][elements], masters)
+        if not self._host_rows:
+            self._states.to_device(self._rows[index][elements], masters)
+        elif self._host_masters is not None:
+            self._rows[index][elements].copy_(masters)
 
     def wait_for_pending(self) -> None:
         """Do nothing: no communication is in flight between steps."""
@@ -388,7 +430,8 @@ def _install_collectives(
     fsdp_module: FSDPModule, unit_id: int, unit: CommUnit, *, communicator: DataParallelCommunicator
 ) -> _HSDPAllReduceHook:
     """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
-    fsdp_module.set_gradient_divide_factor(1.0)
+    if unit.shards > 1:  # FSDP2 would divide on a single rank, by one
+        fsdp_module.set_gradient_divide_factor(1.0)
     fsdp_module.set_force_sum_reduction_for_comms(True)
     gathers = tuple(action for action in unit.schedule if action.kind == "all_gather")
     scatters = tuple(action for action in unit.schedule if action.is_scatter)

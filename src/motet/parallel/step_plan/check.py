@@ -540,22 +540,49 @@ def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
 
 def transfers_surround_updates(plan: StepPlan) -> Iterator[str]:
     """Sums travel to a host that updates masters once, after their last reduction and before the update, and values
-    to the device once, after the update and before ranks gather them. Nothing travels to another host."""
-    wanted = int(plan.states != "device")
-    for group, unit in ((each, unit) for each in plan.groups for unit in each.units if unit.members):
-        kinds = [action.kind for action in unit.schedule]
-        for kind in ("to_host", "to_device"):
-            if kinds.count(kind) != wanted:
-                yield f"{_title(group, unit)}: {kind} happens {kinds.count(kind)} times, not {wanted}"
-        if not wanted or kinds.count("to_host") * kinds.count("to_device") != 1:
+    to the device once, after the update and before ranks gather them. Nothing travels to another host. Where rows lie
+    on the host, they travel before each gather, and sums as often as they are reduced."""
+    for group, unit in ((each, unit) for each in plan.groups for unit in each.units):
+        has_rows = unit.kind != "bucket" and plan.parameters != "device"
+        if not unit.members and not has_rows:
             continue
-        down, update, up = (kinds.index(kind) for kind in ("to_host", "update", "to_device"))
+        title, wanted = _title(group, unit), int(plan.states != "device" and bool(unit.members))
+        if has_rows:
+            yield from (f"{title}: {mistake}" for mistake in _fetch_mistakes(group, unit))
+        kinds = [action.kind for action in unit.schedule]
+        for kind, times in (("to_host", wanted), ("to_device", 0 if has_rows else wanted)):
+            if (actual := _count_outside_gathers(unit, kind)) != times:
+                yield f"{title}: {kind} happens {actual} times, not {times}"
+        if not wanted or kinds.count("to_host") != 1 or "update" not in kinds:
+            continue
+        down, update = kinds.index("to_host"), kinds.index("update")
         sums = [i for i, action in enumerate(unit.schedule) if action.over and action.tensor == "gradients"]
-        gathers = [i for i, action in enumerate(unit.schedule) if action.is_gather and action.moment == "step"]
         if not max(sums, default=-1) < down < update:
-            yield f"{_title(group, unit)}: the host updates with sums that have not arrived, or are not complete"
-        if not update < up < min(gathers, default=len(kinds)):
-            yield f"{_title(group, unit)}: ranks compute with or gather values that have not arrived from the host"
+            yield f"{title}: the host updates with sums that have not arrived, or are not complete"
+        if has_rows or kinds.count("to_device") != 1:
+            continue
+        gathers = [i for i, action in enumerate(unit.schedule) if action.is_gather and action.moment == "step"]
+        if not update < kinds.index("to_device") < min(gathers, default=len(kinds)):
+            yield f"{title}: ranks compute with or gather values that have not arrived from the host"
+
+
+def _count_outside_gathers(unit: CommUnit, kind: str) -> int:
+    return [a.kind for a in unit.schedule if a.moment not in ("forward", "backward")].count(kind)
+
+
+def _fetch_mistakes(group: SyncGroupPlan, unit: CommUnit) -> Iterator[str]:
+    """Mistakes in the transfers of rows that lie on the host, and of their sums."""
+    sharding = group.group.sharding
+    gathers_again = unit.kind == "block" and sharding.reshard_after_forward
+    for moment, wanted in (("forward", 1), ("backward", int(gathers_again))):
+        kinds = [action.kind for action in unit.schedule if action.moment == moment]
+        if kinds.count("to_device") != wanted:
+            yield f"rows travel to the device {kinds.count('to_device')} times in {moment}, not {wanted}"
+        elif wanted and kinds[0] != "to_device":
+            yield f"ranks gather rows in {moment} that have not arrived from the host"
+    reduced = "last_microbatch" if sharding.reduces_once else "microbatch"
+    if wrong := {a.moment for a in unit.schedule if a.kind == "to_host"} - {reduced}:
+        yield f"sums travel to the host at another moment ({wrong.pop()}) than they are reduced ({reduced})"
 
 
 def _reductions(unit: CommUnit) -> list[CommUnitAction]:

@@ -18,7 +18,7 @@ from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
-from motet.memory.policy_choice import Place, fixed_policies
+from motet.memory.policy_choice import Place, StatePlaces, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
@@ -152,7 +152,7 @@ def layout_memory_problem(
                 settings=communication,
                 batch_sequences=rows,
                 model_sharding=plan.model_sharding,
-                states=plan.states,
+                places=StatePlaces(plan.states, plan.parameters),
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
             need_of = partial(_need_in_places, made, recipe, optimizer, places=places)
