@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from motet.core.units import DTYPE_BYTES
+from motet.memory.policy_choice import Place
 from motet.models.spec.kernel_memory import BackwardMoment, backward_moments, forward_workspace, recomputed_bytes
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape, SameBlock
 from motet.models.spec.model_spec import ModelSpec
@@ -67,16 +68,25 @@ class GradientStorage:
     overlaps: bool = True  # Buckets travel while others are filled
     bucket_mib: tuple[float, float] = (1.0, 25.0)  # Size of the first bucket, and of the others
     plan_buckets: tuple[Bucket, ...] = ()  # Buckets of a plan; else they are built from the parameters
+    rows: Place = "device"  # The place of rows of parameters and of their sums
 
     @classmethod
     def for_stage(
-        cls, zero: int, recipe: PrecisionRecipe, *, shards: int, reduces_once: bool = False, **rest: Any
+        cls,
+        zero: int,
+        recipe: PrecisionRecipe,
+        *,
+        shards: int,
+        reduces_once: bool = False,
+        rows: Place = "device",
+        **rest: Any,
     ) -> "GradientStorage":
         """The storage of a stage of ZeRO."""
         sharded = sharded_states(zero, reduces_once=reduces_once)
-        if shards == 1 or not sharded.gradients:
+        if (shards == 1 and rows == "device") or not sharded.gradients:
             return cls("flat", recipe)  # Nothing else matters
-        return cls("rows" if sharded.parameters else "buckets", recipe, shards, reduces_once=reduces_once, **rest)
+        kind: Literal["buckets", "rows"] = "rows" if sharded.parameters else "buckets"
+        return cls(kind, recipe, shards, reduces_once=reduces_once, rows=rows, **rest)
 
     def bytes_of(self, tensor: Literal["compute", "reduce", "master"]) -> int:
         """Bytes of one element."""
@@ -267,7 +277,8 @@ class _GatheredRows(_FlatSums):
         self._reduce, self._master = storage.bytes_of("reduce"), storage.bytes_of("master")
         counts = [(self._root, 1), *((self._unit(each), each.repeats) for each in runs if not each.is_root)]
         shard = sum(count * unit.shard_numel for unit, count in counts)
-        self.sums = self._master * shard * case.has_sums + self._reduce * shard * case.waits
+        self._adds_on_device, self._is_alone = storage.rows == "device", storage.shards == 1
+        self.sums = self._master * shard * (case.has_sums and self._adds_on_device) + self._reduce * shard * case.waits
         if storage.keeps_unsharded_sums:  # The sum of a block is freed when it is sent
             self.sums += self._reduce * sum(count * unit.trained_numel for unit, count in counts)
         self._gathered = self._buffer = self.kept = self._root.gathered
@@ -341,7 +352,7 @@ class _GatheredRows(_FlatSums):
         yield self._live() + (1 + max(growth, 0)) * shard + unit.last_gradient
         cast = master * (storage.recipe.reduce != storage.recipe.master)
         yield self._live() + (1 + growth) * shard + cast + unit.last_gradient
-        self.sums += count * (growth * shard + (0 if self._case.has_sums else master))
+        self.sums += count * (growth * shard + master * (self._adds_on_device and not self._case.has_sums))
 
     def _live(self) -> int:
         return self._gathered + self._prefetched + self._sent + self._gradients + self._root_gradients

@@ -48,8 +48,13 @@ def memory_need(
     moments = optimizer.moments_per_parameter
     state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank).in_place(place, plan.states)
     if place != "device":
-        sums = host_link_bytes(plan, recipe, rank=rank).to_host if place == "host" else 0
-        need = {"master parameters": state.masters, "moments": state.moments, "gradients that were sent": sums}
+        sums = host_link_bytes(plan, recipe, rank=rank).kept if place == "host" else 0
+        need = {
+            "parameters": state.rows_on_host,
+            "master parameters": state.masters,
+            "moments": state.moments,
+            "gradients that were sent": sums,
+        }
         return {name: size for name, size in need.items() if size}
     return {
         "parameters": state.parameters,
@@ -325,6 +330,7 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
         reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
         in_pipeline=layout.dims.size(PIPELINE_DIMENSION) > 1,
         bucket_mib=mib,
+        rows=job.memory.parameters,
     )
 
 
