@@ -251,9 +251,21 @@ class _UnitBytes:
         self.gathered = compute * shards * padded_shard_numel((p.shape for p in parameters), shards)
         self.shard_numel = padded_shard_numel((p.shape for p in trained), shards)
         self.trained_numel = sum(p.numel for p in trained)
+        copies = [(compute * p.numel, storage.bytes_of("master") if p.is_trained else compute) for p in parameters]
+        self.fetched = _peak_of_fetch(copies, compute)
         sizes = [compute * p.numel for p in trained if p.gradient == "backward"]
         self.gradients = max(sizes, default=0) if storage.adds_to_sums else sum(sizes)
         self.last_gradient = sum(sizes[-1:])
+
+
+def _peak_of_fetch(copies: Iterable[tuple[int, int]], compute: int) -> int:
+    """The bytes of a unit while a single rank fetches its parameters from the host, one after the other: what has
+    arrived, the parameter before, which FSDP2 frees late, and the next one, in its dtype and cast."""
+    peak = arrived = before = 0
+    for size, width in copies:
+        peak = max(peak, arrived + before + size * width // compute + size)
+        arrived, before = arrived + size, size
+    return peak
 
 
 class _RowsCase(NamedTuple):
@@ -277,11 +289,12 @@ class _GatheredRows(_FlatSums):
         self._reduce, self._master = storage.bytes_of("reduce"), storage.bytes_of("master")
         counts = [(self._root, 1), *((self._unit(each), each.repeats) for each in runs if not each.is_root)]
         shard = sum(count * unit.shard_numel for unit, count in counts)
-        self._adds_on_device, self._is_alone = storage.rows == "device", storage.shards == 1
+        self._adds_on_device, self._is_alone, self._has_root = storage.rows == "device", storage.shards == 1, False
         self.sums = self._master * shard * (case.has_sums and self._adds_on_device) + self._reduce * shard * case.waits
         if storage.keeps_unsharded_sums:  # The sum of a block is freed when it is sent
             self.sums += self._reduce * sum(count * unit.trained_numel for unit, count in counts)
         self._gathered = self._buffer = self.kept = self._root.gathered
+        self._buffer *= not self._is_alone
         self.kept += 0 if storage.reshards else sum(count * unit.gathered for unit, count in counts[1:])
         self._prefetched = self._sent = self._gradients = self._root_gradients = 0
         self._is_root = False
@@ -300,16 +313,21 @@ class _GatheredRows(_FlatSums):
         return self._units[id(each.block.layer)]
 
     def before_forward(self, each: BlockBytes) -> Iterator[int]:
-        """The buffer of the block before is freed after this gather."""
+        """The buffer of the block before is freed after this gather. A single rank has no buffers."""
+        if self._is_alone and not self._has_root:
+            yield self._root.fetched
+        self._has_root = True
         if not each.is_root:
-            yield self._gathered + self._buffer + 2 * self._unit(each).gathered
+            unit = self._unit(each)
+            yield self._gathered + (unit.fetched if self._is_alone else self._buffer + 2 * unit.gathered)
 
     def in_forward(self, each: BlockBytes) -> int:
         if each.is_root:
             return self._gathered + self._buffer
         size, reshards = self._unit(each).gathered, self._storage.reshards
-        self._buffer, self._gathered = size, self._gathered + (0 if reshards else size * each.repeats)
-        return self._gathered + size + (size if reshards else 0)
+        self._buffer = 0 if self._is_alone else size
+        self._gathered += 0 if reshards else size * each.repeats
+        return self._gathered + self._buffer + (size if reshards else 0)
 
     def before_backward(self, each: BlockBytes) -> Iterator[int]:
         self._is_root = each.is_root
@@ -317,9 +335,10 @@ class _GatheredRows(_FlatSums):
             return
         size = self._sizes.pop()
         if self._storage.reshards:
-            yield self._gathered + self._root_gradients + self._sent + (self._prefetched or size) + size
+            arriving = self._unit(each).fetched if self._is_alone else (self._prefetched or size) + size
+            yield self._gathered + self._root_gradients + self._sent + arriving
             self._gathered += size
-            self._prefetched = self._sizes[-1] if self._sizes else 0
+            self._prefetched = self._sizes[-1] if self._sizes and not self._is_alone else 0
 
     def in_kernel(self, moment: BackwardMoment) -> int:
         live = self._live() + moment.gradient

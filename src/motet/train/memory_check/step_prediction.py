@@ -416,8 +416,10 @@ class _StepDrawing:
         before = self._open.pop(key, [])
         left, is_drawn = sum(life.size for life in before), peaks is None or action.kind in ("F", "W")
         for life in reversed(before):
-            if peaks is not None and not is_drawn and left - life.size < peaks.backward.saved:
-                self._add_peak(action.stage, peaks.backward, left)
+            live, is_near = peaks.backward if peaks else MomentBytes(), not is_drawn
+            is_near &= left - life.size < live.saved
+            if is_near and left <= live.saved + live.workspace:
+                self._add_peak(action.stage, live, left)
                 is_drawn = True
             if action.kind == "I" and life.operator in self.factors:
                 kept.insert(0, life)
@@ -425,6 +427,9 @@ class _StepDrawing:
             left -= life.size
             self.moment += 1
             self.lives.append(replace(life, freed=self.moment))
+            if is_near and not is_drawn:  # Before it was freed, more would be drawn than there is
+                self._add_peak(action.stage, live, left)
+                is_drawn = True
         self._open[key] = kept
         if action.kind != "F":
             self.first_gradient = self.first_gradient or self.moment
