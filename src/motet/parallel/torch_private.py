@@ -160,12 +160,13 @@ def keep_rows_on_host(
     block: FSDPModule,
     rows: Mapping[nn.Parameter, Tensor],
     *,
+    compute: torch.dtype,
     fetch: Callable[[Tensor], Tensor],
     receive: Callable[[Tensor], Tensor] | None,
 ) -> None:
     """Let the parameters of a block, which FSDP2 offloads, have these padded rows on the host, and `fetch` copy them to
     the device. `receive` copies a gradient to the host, where FSDP2 itself does not."""
-    for _, parameter in _parameters_of(block):
+    for group, parameter in _parameters_of(block):
         before, padded = parameter.sharded_param, rows[parameter.sharded_param]
         local = padded[: prod(parameter.sharded_size)].view(parameter.sharded_size)
         if not before.is_meta:
@@ -174,6 +175,10 @@ def keep_rows_on_host(
         parameter._sharded_param_data, parameter.sharded_param = _FetchedRows(padded, fetch), after
         parameter._setattr_on_modules(after)
         parameter.reset_sharded_param = partial(_take_assigned_rows, parameter, after, local)
+        if group.mesh_info.shard_mesh_size == 1:
+            # A tracker of storages knows empty ones, that gathers of several ranks show to it, from the start.
+            parameter.init_all_gather_outputs([padded.numel()], [compute], 1, group.device)
+            parameter.free_unsharded_param()
         if receive is not None and after.requires_grad:
             after.register_post_accumulate_grad_hook(partial(_receive_gradient, receive))
 

@@ -102,7 +102,7 @@ class FSDP2DataParallel:
             shard(inner, reshard_after_forward=unit.reshards)
             for inner, unit in zip((*blocks, self.root), plan.units, strict=True)
         ]
-        self._states, self._host_rows = states, on_host
+        self._states, self._host_rows, self._compute = states, on_host, compute
         self._host_masters = self._allocate(dict(module.named_parameters()), group.device)
         if not has_all:
             _prefetch_within_stage(self.fsdp_modules)
@@ -140,7 +140,7 @@ class FSDP2DataParallel:
         rows |= {p: states.host_tensor(numel, p.dtype) for p, numel in padded.items() if p not in rows}
         receive = None if device.type == "cuda" else self._receive
         for fsdp_module in self.fsdp_modules:
-            keep_rows_on_host(fsdp_module, rows, fetch=states.fetch, receive=receive)
+            keep_rows_on_host(fsdp_module, rows, compute=self._compute, fetch=states.fetch, receive=receive)
         return masters
 
     def _receive(self, rows: Tensor) -> Tensor:

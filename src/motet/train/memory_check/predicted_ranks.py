@@ -109,7 +109,7 @@ def _remedies(job: Job, ranks: int, *, peak: int) -> str:
             helpful.append(next((each for each in lower if each[0] <= limit), min(lower)))
     if fitting := [f"set {setting}, which takes {format_bytes(left)}" for left, setting in helpful if left <= limit]:
         return ", or ".join([*fitting, "raise the limit"])
-    names = " and ".join(setting for _, setting in helpful)
+    names = " and ".join(dict.fromkeys(" ".join(setting for _, setting in helpful).split()))
     together = _peak_with(job, ranks, [setting for _, setting in helpful])
     if together <= limit:
         return f"set {names}, which together take {format_bytes(together)}, or raise the limit"
@@ -131,12 +131,15 @@ def _settings_to_try(job: Job, ranks: int) -> Iterator[Sequence[str]]:
     yield [f"layout.microbatches={count}" for count in takewhile(lambda count: count <= rows, counts)]
     if job.memory.optimizer == "device":
         yield ["memory.optimizer=host"]
+    if job.memory.parameters == "device":
+        words = ["memory.optimizer=host"] * (job.memory.optimizer == "device") + ["layout.zero=3"] * (layout.zero < 3)
+        yield [" ".join([*words, "memory.parameters=host"])]
 
 
 def _peak_with(job: Job, ranks: int, settings: list[str]) -> float:
     """The predicted peak with other settings; infinite where they do not work."""
     try:
-        changed = with_overrides(job, settings, job.name)
+        changed = with_overrides(job, [*dict.fromkeys(" ".join(settings).split())], job.name)
         check_compositions(dict(changed))
         return _largest_rank(changed, ranks).predicted.peak
     except InputError:
