@@ -152,7 +152,9 @@ def _peak_of_group(plan: StepPlan, group: SyncGroupPlan, recipe: PrecisionRecipe
     policies: list[BlockPolicy] = ["none"] * spec.policy_count
     peaks = StageBlocks(spec, MicroBatchShape(1, 1), policies, storage).peaks()
     kept = DTYPE_BYTES[recipe.master] * sum(unit.reduction_spec(0).numel for unit in group.units)
-    return max(peaks.forward.total, peaks.backward.total) - (kept if storage.kind == "rows" and storage.rows == "device" else 0)
+    return max(peaks.forward.total, peaks.backward.total) - (
+        kept if storage.kind == "rows" and storage.rows == "device" else 0
+    )
 
 
 def _storage_of_group(plan: StepPlan, group: SyncGroupPlan, recipe: PrecisionRecipe) -> GradientStorage:
