@@ -173,7 +173,7 @@ def at_moment(kind: str, moment: Moment) -> Callable[[Actions], object]:
 MISTAKES_OF_ROWS: dict[str, tuple[Callable[[Actions], object], str]] = {
     "rows do not travel before a forward": (without("to_device", "forward"), "rows travel .* 0 times in forward"),
     "rows travel after a gather": (swapped("forward"), "gather rows in forward that have not arrived"),
-    "sums travel once": (at_moment("to_host", "last_microbatch"), "at another moment .last_microbatch. than they are"),
+    "sums travel once": (at_moment("to_host", "last_microbatch"), "travel to the host at another .last_microbatch."),
     "rows travel after an update": (
         lambda actions: actions.append(replace(actions[0], moment="step")),
         "to_device happens 1 times, not 0",

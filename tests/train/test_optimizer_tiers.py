@@ -78,7 +78,8 @@ def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> N
         for each in engines
         if isinstance(each, FSDP2DataParallel) and job.memory.parameters == "host"
         for name, shard in each._row_shards.items()
-        if name not in each.sharded_parameters or job.memory.optimizer == "disk"  # Else they are masters
+        # Trained rows are masters that lie on the host; an engine may know rows of others.
+        if name in each.plan.group.frozen or (name in each.sharded_parameters and job.memory.optimizer == "disk")
     ]
     copies = sum(each.nbytes for each in rows)
     padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host") - copies

@@ -22,12 +22,13 @@ Place = Literal["device", "host", "disk"]
 
 
 class StatePlaces(NamedTuple):
-    """Where masters and moments lie, and parameters that stage 3 cuts into rows."""
+    """The places of masters and moments, and of parameters that stage 3 cuts into rows."""
 
     states: Place = "device"
     parameters: Place = "device"
 
 
+ALL_ON_DEVICE = StatePlaces()
 POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
 # With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
 MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384

@@ -116,8 +116,8 @@ REFUSALS: dict[str, str] = {
     "the host; use layout.zero = 1, or leave communication.overlap out",
     "b": "independent replicas average masters on their devices",
     "d": "the states of a parameter server lie in the memory of its processes",
-    "y": "{row} needs layout.zero = 3, at which a block is gathered before it computes; set layout.zero=3, also with one "
-    "rank, or leave memory.parameters out",
+    "y": "{row} needs layout.zero = 3, at which a block is gathered before it computes; set layout.zero=3, also with "
+    "one rank, or leave memory.parameters out",
     "h": "ranks keep secondary shards of gathered parameters on their devices",
     "A": "a shard group of one rank exchanges no partial sums at stage 3",
     "x": "pieces of a file have one dtype for all parameters",

@@ -280,7 +280,7 @@ def kernels_of_cpu_on_meta() -> Iterator[None]:
         (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
         (_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),
-        (_fsdp_param_group, "foreach_reduce", partial(_reduce_on_meta, _fsdp_param_group.foreach_reduce)),
+        (_fsdp_param_group, "foreach_reduce", partial(_reduce_on_meta, _fsdp_collectives.foreach_reduce)),
         (optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused_devices(), "meta"]),
         (F, "scaled_dot_product_attention", partial(_attention_on_meta, attention)),
     ]

@@ -247,7 +247,7 @@ class FSDP2DataParallel:
             self._states.sent_to_host += sum(_local_rows(gradient).nbytes for gradient in reduced)
         if self._states is not None and self._is_last:
             gradients = self.local_gradients()
-            self._sent_gradients = gradients if self._host_rows else self._states.to_host(gradients)
+            self._sent_gradients = [*gradients] if self._host_rows else self._states.to_host(gradients)
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
 

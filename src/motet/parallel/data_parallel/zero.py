@@ -153,6 +153,16 @@ def padded_shard_numel(shapes: Iterable[Shape], shards: int) -> int:
     return sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes)
 
 
+def peak_of_fetch(copies: Iterable[tuple[int, int]], compute: int) -> int:
+    """The bytes of a unit while a single rank fetches its parameters from the host, one after the other: what has
+    arrived, the parameter before, which FSDP2 frees late, and the next one, in its dtype and cast."""
+    peak = arrived = before = 0
+    for size, width in copies:
+        peak = max(peak, arrived + before + size * width // compute + size)
+        arrived, before = arrived + size, size
+    return peak
+
+
 def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
     """(first, stop) of the rows of a parameter that a shard holds, without padding."""
     rows_per_shard = -(-rows // shards)

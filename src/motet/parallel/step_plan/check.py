@@ -31,6 +31,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit, TensorInfo
+from motet.parallel.step_plan.check_transfers import transfer_mistakes
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup, reports
 
@@ -539,50 +540,10 @@ def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
 
 
 def transfers_surround_updates(plan: StepPlan) -> Iterator[str]:
-    """Sums travel to a host that updates masters once, after their last reduction and before the update, and values
-    to the device once, after the update and before ranks gather them. Nothing travels to another host. Where rows lie
-    on the host, they travel before each gather, and sums as often as they are reduced."""
-    for group, unit in ((each, unit) for each in plan.groups for unit in each.units):
-        has_rows = unit.kind != "bucket" and plan.parameters != "device"
-        if not unit.members and not has_rows:
-            continue
-        title, wanted = _title(group, unit), int(plan.states != "device" and bool(unit.members))
-        if has_rows:
-            yield from (f"{title}: {mistake}" for mistake in _fetch_mistakes(group, unit))
-        kinds = [action.kind for action in unit.schedule]
-        for kind, times in (("to_host", wanted), ("to_device", 0 if has_rows else wanted)):
-            if (actual := _count_outside_gathers(unit, kind)) != times:
-                yield f"{title}: {kind} happens {actual} times, not {times}"
-        if not wanted or kinds.count("to_host") != 1 or "update" not in kinds:
-            continue
-        down, update = kinds.index("to_host"), kinds.index("update")
-        sums = [i for i, action in enumerate(unit.schedule) if action.over and action.tensor == "gradients"]
-        if not max(sums, default=-1) < down < update:
-            yield f"{title}: the host updates with sums that have not arrived, or are not complete"
-        if has_rows or kinds.count("to_device") != 1:
-            continue
-        gathers = [i for i, action in enumerate(unit.schedule) if action.is_gather and action.moment == "step"]
-        if not update < kinds.index("to_device") < min(gathers, default=len(kinds)):
-            yield f"{title}: ranks compute with or gather values that have not arrived from the host"
-
-
-def _count_outside_gathers(unit: CommUnit, kind: str) -> int:
-    return [a.kind for a in unit.schedule if a.moment not in ("forward", "backward")].count(kind)
-
-
-def _fetch_mistakes(group: SyncGroupPlan, unit: CommUnit) -> Iterator[str]:
-    """Mistakes in the transfers of rows that lie on the host, and of their sums."""
-    sharding = group.group.sharding
-    gathers_again = unit.kind == "block" and sharding.reshard_after_forward
-    for moment, wanted in (("forward", 1), ("backward", int(gathers_again))):
-        kinds = [action.kind for action in unit.schedule if action.moment == moment]
-        if kinds.count("to_device") != wanted:
-            yield f"rows travel to the device {kinds.count('to_device')} times in {moment}, not {wanted}"
-        elif wanted and kinds[0] != "to_device":
-            yield f"ranks gather rows in {moment} that have not arrived from the host"
-    reduced = "last_microbatch" if sharding.reduces_once else "microbatch"
-    if wrong := {a.moment for a in unit.schedule if a.kind == "to_host"} - {reduced}:
-        yield f"sums travel to the host at another moment ({wrong.pop()}) than they are reduced ({reduced})"
+    """Sums travel to a host that updates masters after their last reduction and before the update, and values to the
+    device after the update and before ranks gather them. Nothing travels to another host."""
+    for group, unit, mistake in transfer_mistakes(plan):
+        yield f"{_title(group, unit)}: {mistake}"
 
 
 def _reductions(unit: CommUnit) -> list[CommUnitAction]:

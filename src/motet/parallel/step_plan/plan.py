@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.memory.policy_choice import Place, StatePlaces
+from motet.memory.policy_choice import ALL_ON_DEVICE, Place, StatePlaces
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
@@ -61,7 +61,7 @@ def make_step_plan(
     batch_sequences: int,
     independent_replicas: bool = False,
     model_sharding: ModelSharding | None = None,
-    places: StatePlaces = StatePlaces(),
+    places: StatePlaces = ALL_ON_DEVICE,
 ) -> StepPlan:
     """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
     model_sharding = model_sharding or ModelSharding()

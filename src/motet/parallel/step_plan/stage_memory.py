@@ -17,7 +17,7 @@ from motet.models.spec.kernel_memory import BackwardMoment, backward_moments, fo
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape, SameBlock
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_buckets
-from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, sharded_states
+from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, peak_of_fetch, sharded_states
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.precision.recipe import PrecisionRecipe
 
@@ -72,21 +72,14 @@ class GradientStorage:
 
     @classmethod
     def for_stage(
-        cls,
-        zero: int,
-        recipe: PrecisionRecipe,
-        *,
-        shards: int,
-        reduces_once: bool = False,
-        rows: Place = "device",
-        **rest: Any,
+        cls, zero: int, recipe: PrecisionRecipe, *, shards: int, reduces_once: bool = False, **rest: Any
     ) -> "GradientStorage":
         """The storage of a stage of ZeRO."""
         sharded = sharded_states(zero, reduces_once=reduces_once)
-        if (shards == 1 and rows == "device") or not sharded.gradients:
+        if (shards == 1 and rest.get("rows", "device") == "device") or not sharded.gradients:
             return cls("flat", recipe)  # Nothing else matters
         kind: Literal["buckets", "rows"] = "rows" if sharded.parameters else "buckets"
-        return cls(kind, recipe, shards, reduces_once=reduces_once, rows=rows, **rest)
+        return cls(kind, recipe, shards, reduces_once=reduces_once, **rest)
 
     def bytes_of(self, tensor: Literal["compute", "reduce", "master"]) -> int:
         """Bytes of one element."""
@@ -252,20 +245,10 @@ class _UnitBytes:
         self.shard_numel = padded_shard_numel((p.shape for p in trained), shards)
         self.trained_numel = sum(p.numel for p in trained)
         copies = [(compute * p.numel, storage.bytes_of("master") if p.is_trained else compute) for p in parameters]
-        self.fetched = _peak_of_fetch(copies, compute)
+        self.fetched = peak_of_fetch(copies, compute)
         sizes = [compute * p.numel for p in trained if p.gradient == "backward"]
         self.gradients = max(sizes, default=0) if storage.adds_to_sums else sum(sizes)
         self.last_gradient = sum(sizes[-1:])
-
-
-def _peak_of_fetch(copies: Iterable[tuple[int, int]], compute: int) -> int:
-    """The bytes of a unit while a single rank fetches its parameters from the host, one after the other: what has
-    arrived, the parameter before, which FSDP2 frees late, and the next one, in its dtype and cast."""
-    peak = arrived = before = 0
-    for size, width in copies:
-        peak = max(peak, arrived + before + size * width // compute + size)
-        arrived, before = arrived + size, size
-    return peak
 
 
 class _RowsCase(NamedTuple):
