@@ -9,6 +9,7 @@ from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes
 from motet.models.spec.layer_specs import MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, inventory_of_spec
 from motet.parallel.step_plan.plan import StepPlan
@@ -132,7 +133,8 @@ def _settings_to_try(job: Job, ranks: int) -> Iterator[Sequence[str]]:
     if job.memory.optimizer == "device":
         yield ["memory.optimizer=host"]
     if job.memory.parameters == "device":
-        words = ["memory.optimizer=host"] * (job.memory.optimizer == "device") + ["layout.zero=3"] * (layout.zero < 3)
+        is_gathered = sharded_states(layout.zero).parameters
+        words = ["memory.optimizer=host"] * (job.memory.optimizer == "device") + ["layout.zero=3"] * (not is_gathered)
         yield [" ".join([*words, "memory.parameters=host"])]
 
 
