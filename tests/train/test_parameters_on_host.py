@@ -11,6 +11,7 @@ import torch
 
 from motet.core.errors import InputError
 from motet.memory.storage_tracker import StorageTracker
+from motet.memory.tiers.optimizer_states import HostStates
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
@@ -180,6 +181,15 @@ def test_a_module_that_is_loaded_fills_the_rows(ranks: Ranks, tmp_path: Path) ->
     """FSDP2 itself would keep the assigned tensors, which the host does not update."""
     job = job_of(tmp_path, "zero=3", "host/host", "precision.recipe=fp32", "optimizer.weight_decay=0.0")
     assert ranks.run(2, assigned_rows, job, tmp_path) == [(True, True)] * 2
+
+
+def test_fetched_rows_are_memory_of_the_device() -> None:
+    states = HostStates(torch.device("cpu"), torch.float32)
+    with StorageTracker() as tracker:
+        (rows,), masters = states.allocate_rows([6], [8])
+        assert tracker.live() == 0 and masters is None and states.masters[0].data_ptr() == rows.data_ptr()
+        fetched = states.fetch(rows)
+        assert tracker.live() == states.sent_to_device == fetched.nbytes == 32
 
 
 def refusal(*words: str) -> str:
