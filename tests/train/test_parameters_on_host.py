@@ -16,6 +16,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
 from motet.train.memory_check.predicted_ranks import check_device_limit
+from motet.train.rehearsal.rehearsal import rehearse
 from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job
 from train.test_optimizer_tiers import STEPS, has_same_bits, trained
@@ -190,6 +191,21 @@ def test_fetched_rows_are_memory_of_the_device() -> None:
         assert tracker.live() == 0 and masters is None and states.masters[0].data_ptr() == rows.data_ptr()
         fetched = states.fetch(rows)
         assert tracker.live() == states.sent_to_device == fetched.nbytes == 32
+
+
+@pytest.mark.parametrize("layout", ["zero=3", "dp=2 zero=3 microbatches=2", "dp=2 pp=2 microbatches=2 zero=3"])
+def test_a_rehearsal_has_the_predicted_peak(tmp_path: Path, layout: str) -> None:
+    """Tensors without values are on the device or on the host, too."""
+    world = ranks_of(layout)
+    # Blocks with more parameters than activations
+    settings = ["precision.recipe=bf16", "model.hidden=128", "model.ffn_hidden=512", "memory.recompute=full"]
+    job = job_of(tmp_path, layout, "host/host", *settings, f"run.ranks={world}")
+    (rehearsed,) = rehearse(job, world, 0, all_kinds=False, log=lambda text: None).rehearsed
+    memory = rehearsed.memory
+    assert memory.measured is not None
+    assert memory.measured.peak == pytest.approx(memory.predicted.peak, rel=0.05)
+    assert not memory.measured.peak_of("master parameters", "moments")
+    assert memory.measured.peak_of("gradients") == memory.predicted.peak_of("gradients")  # Of a table of two stages
 
 
 def refusal(*words: str) -> str:

@@ -2,6 +2,8 @@
 
 The parameters of a block are gathered when it is called, and again for its backward. Parameters outside of blocks stay
 gathered from the first forward to the end of backward. Parameters that have no rows, or are small, are in buckets.
+
+Rows may lie on the host, also those of a single rank. FSDP2 then fetches them before it gathers, and sends their sums.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -78,7 +80,8 @@ class FSDP2DataParallel:
         states: HostStates | None = None,
     ) -> None:
         """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets. `states`
-        has the masters, if the host updates them: the rows of the device are then copies in the same dtype."""
+        has the masters, if the host updates them. Rows of the device are then copies in the same dtype; rows of the host
+        are the masters themselves, or copies of files."""
         group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
         on_host, process_group = plan.group.sharding.parameters == "host", group.process_group or process_group_of_one()
         ignored = {*module.parameters()} - sharded

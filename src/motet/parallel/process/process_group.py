@@ -79,6 +79,17 @@ def process_group_of_one() -> dist.ProcessGroup:
     return process_group
 
 
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """A context at whose end the group of `process_group_of_one` ends, if it has started torch.distributed."""
+    was_initialized = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not was_initialized:
+            dist.destroy_process_group()
+
+
 def pick_device(
     kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment, *, share_device: bool = False
 ) -> torch.device:
@@ -111,11 +122,8 @@ def start_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if rank_env.world == 1:
-        try:
+        with world_of_one():
             yield RankGroup(0, 1, None, device)
-        finally:
-            if dist.is_initialized():  # By `process_group_of_one`
-                dist.destroy_process_group()
         return
     dist.init_process_group(
         backend=_shared_device_backends() if share_device else _backend_names(device, cpu_backend),
