@@ -80,8 +80,8 @@ class FSDP2DataParallel:
         states: HostStates | None = None,
     ) -> None:
         """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets. `states`
-        has the masters, if the host updates them. Rows of the device are then copies in the same dtype; rows of the host
-        are the masters themselves, or copies of files."""
+        has the masters, if the host updates them. Rows of the device are then copies in the same dtype; rows of the
+        host are the masters themselves, or copies of files."""
         group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
         on_host, process_group = plan.group.sharding.parameters == "host", group.process_group or process_group_of_one()
         ignored = {*module.parameters()} - sharded
