@@ -17,7 +17,7 @@ from motet.memory.tiers import optimizer_states
 from motet.memory.tiers.host_link import ImmediateLink
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.user_module import find_blocks
-from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, local_shard
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import HostLinkBytes, host_link_bytes, state_files
 from motet.train.build import TrainingComponents, build_components, precision_context
@@ -39,6 +39,8 @@ def trained(group: RankGroup, job: Job) -> Trained:
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
         optimizer, step, results = parts.engine.optimizer, parts.make_train_step(job), []
+        states: Any = optimizer.states
+        before = [states.sent_to_host, states.sent_to_device] if states else []  # A check of a module calls it
         for index in range(STEPS):
             result = step.step(index, job.optimizer.learning_rate)
             results.append((result.loss, result.grad_norm, result.is_finite))
@@ -49,8 +51,7 @@ def trained(group: RankGroup, job: Job) -> Trained:
         }
         optimizer.drop_copies()
         tensors |= {name: local_shard(p).values.clone() for name, p in parts.model.module.named_parameters()}
-        states: Any = optimizer.states
-        sent = [states.sent_to_host, states.sent_to_device] if states else []
+        sent = [states.sent_to_host - before[0], states.sent_to_device - before[1]] if states else []
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
         if states and not job.precision.moment_dtype:
             check_bytes_of_the_host(parts, job, group.rank)
@@ -77,9 +78,18 @@ def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> N
     state, engines = engine.optimizer.state_by_kind(), engine.optimizer.sharded_parameters.engines
     kept = sum(shard.values.nbytes for kind in state for shard in state[kind].values() if shard.shape)
     gradients = sum(sent.nbytes for each in engines for sent in (each._hosted.sums.values() if each._hosted else ()))
-    padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host")
+    rows = [
+        shard.values
+        for each in engines
+        if isinstance(each, FSDP2DataParallel) and job.memory.parameters == "host"
+        for name, shard in each._row_shards.items()
+        # Trained rows are masters that lie on the host; an engine may know rows of others.
+        if name in each.plan.group.frozen or (name in each.sharded_parameters and job.memory.optimizer == "disk")
+    ]
+    copies = sum(each.nbytes for each in rows)
+    padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host") - copies
     assert need["gradients that were sent"] == gradients > 0
-    assert 0 <= padding <= 0.02 * kept  # Buckets have padding
+    assert 0 <= padding <= 0.02 * (kept + copies)  # Buckets and rows have padding
 
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -254,7 +264,9 @@ def updates_in_forward(group: RankGroup, job: Job) -> list[int]:
         done = list[int]()
 
         def waiting(index: int, following: list[int]) -> None:
-            if index == updates_last and not begun.wait(30):
+            if index == ends[0]:
+                begun.clear()  # The forward waits for this one
+            if index == ends[1] and not begun.wait(30):
                 raise TimeoutError("the forward does not begin before the last update")
             update_slice(index, following)
             done.append(index)
@@ -264,16 +276,16 @@ def updates_in_forward(group: RankGroup, job: Job) -> list[int]:
             begun.set()
 
         optimizer._update_slice = waiting
-        updates_last = -1
+        ends = [-1, -1]  # The masters that the forward needs first and last
         blocks = find_blocks(parts.model.module)
         for index in range(4):
             step.step(index, 0.01)
             if index == 0:
                 blocks[0].register_forward_pre_hook(on_forward)
-            begun.clear()
             order = optimizer.sharded_parameters.update_order
             assert order is not None and sorted(order) == list(range(count))
-            updates_last = order[-1]
+            ends[:] = order[0], order[-1]
+        ends[:] = -1, -1
         begun.set()
         optimizer.sharded_parameters.wait_for_pending()
         assert len(done) == 4 * count

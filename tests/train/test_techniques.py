@@ -119,6 +119,19 @@ REFUSED_BY_THE_TABLE = {
             "parameter server by collectives": "layout.data = 'parameter_server': the states of a parameter server lie",
         }.items()
     },
+    **{
+        ("parameters on the host", other): text
+        for other, text in {
+            **dict.fromkeys(("stage 0", "stage 1", "stage 2"), "memory.parameters = 'host' needs layout.zero = 3, at"),
+            "forward overlap at stage 0": "with layout.zero = 0 updates all masters on every device as sums arrive",
+            "forward overlap at stages 1 and 2": "memory.parameters = 'host' needs layout.zero = 3, at which a block",
+            "secondary shard groups": "with layout.secondary_group = 2: ranks keep secondary shards of gathered",
+            "independent replicas": "does not go with outer.every = 4: independent replicas average masters on their",
+            "parameter server of processes": "layout.data = 'parameter_server': the states of a parameter server lie",
+            "parameter server by collectives": "layout.data = 'parameter_server': the states of a parameter server lie",
+            "reproducible layouts": "with run.reproducible = 'layout': a shard group of one rank exchanges no partial",
+        }.items()
+    },
     ("states on disk", "compact moments"): "precision.moment_dtype = '8bit': pieces of a file have one dtype for all",
     **{
         ("loss scaling", other): text

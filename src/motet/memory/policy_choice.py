@@ -19,6 +19,16 @@ from motet.core.config_loading import FrozenSettings
 from motet.models.spec.layer_specs import BlockPolicy
 
 Place = Literal["device", "host", "disk"]
+
+
+class StatePlaces(NamedTuple):
+    """The places of masters and moments, and of parameters that stage 3 cuts into rows."""
+
+    states: Place = "device"
+    parameters: Place = "device"
+
+
+ALL_ON_DEVICE = StatePlaces()
 POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
 # With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
 MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384
@@ -178,6 +188,7 @@ class MemorySettings(FrozenSettings):
         "recompute": "*checkpointing *recompute* activation_checkpoint*",
         "budget": "*memory",
         "optimizer": "*offload*",
+        "parameters": "*param_offload* *offload_param*",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
     """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
@@ -203,6 +214,10 @@ class MemorySettings(FrozenSettings):
     """When the host updates masters that do not lie on the device: between two steps, or with the gradients of the step
     before while a step computes, which is another training."""
 
+    parameters: Literal["device", "host"] = "device"
+    """Where the rows of parameters that stage 3 of ZeRO cuts lie: in the memory of the device; or in that of the host,
+    from which each block travels to the device when it computes. A single rank cuts them, too."""
+
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
@@ -220,6 +235,16 @@ class MemorySettings(FrozenSettings):
             )
         if self.optimizer != "disk" and self.folder is not None and self.tiers != "auto":
             raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
+        if self.parameters == "host" and self.update == "delayed":
+            raise ValueError(
+                "update = 'delayed' changes masters while a step computes, and parameters = 'host' computes with them; "
+                "leave one of them out"
+            )
+        if self.parameters == "host" and self.optimizer == "device" and self.tiers != "auto":
+            raise ValueError(
+                "parameters = 'host' needs memory.optimizer = 'host' or 'disk', since an update on the device would "
+                "fetch all rows; set memory.optimizer=host"
+            )
         if self.recompute == "auto" and self.step_budget is None:
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
         if self.budget is not None and self.device_limit is not None and self.budget > self.device_limit:
@@ -233,6 +258,10 @@ class MemorySettings(FrozenSettings):
         """The settings with states in a place that `auto` has chosen, or a plan."""
         folder = self.folder if place == "disk" else None
         return self.model_copy(update={"tiers": "explicit", "optimizer": place, "folder": folder})
+
+    @property
+    def places(self) -> StatePlaces:
+        return StatePlaces(self.optimizer, self.parameters)
 
     @property
     def step_budget(self) -> int | None:

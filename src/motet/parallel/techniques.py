@@ -52,6 +52,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "compact moments": {"precision.moment_dtype": "set"},
     "states on the host": {"memory.optimizer": ("host",)},
     "states on disk": {"memory.optimizer": ("disk",)},
+    "parameters on the host": {"memory.parameters": ("host",), "memory.optimizer": ("host", "disk")},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -82,6 +83,7 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + + + + + + q + + + + + + n n + + +
 + + + + + + g + + + b d d + + + + + n n + + + +
 + + + + + + g + + + b d d + + + + + n n + + x = +
+y y y + + h y y + + b d d A + + + + n n + + + + + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -114,6 +116,10 @@ REFUSALS: dict[str, str] = {
     "the host; use layout.zero = 1, or leave communication.overlap out",
     "b": "independent replicas average masters on their devices",
     "d": "the states of a parameter server lie in the memory of its processes",
+    "y": "{row} needs layout.zero = 3, at which a block is gathered before it computes; set layout.zero=3, also with "
+    "one rank, or leave memory.parameters out",
+    "h": "ranks keep secondary shards of gathered parameters on their devices",
+    "A": "a shard group of one rank exchanges no partial sums at stage 3",
     "x": "pieces of a file have one dtype for all parameters",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }

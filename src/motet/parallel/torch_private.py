@@ -5,10 +5,11 @@ FSDP2 and DTensor are imported where they are used: with sympy they take as long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import sha1
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
@@ -139,6 +140,62 @@ def allocate_shards(block: FSDPModule, device: torch.device) -> None:
             parameter._setattr_on_modules(parameter.sharded_param)
 
 
+class _FetchedRows:
+    """Rows on the host, in the place where FSDP2 has a tensor that it sends to the device by `to`."""
+
+    def __init__(self, rows: Tensor, fetch: Callable[[Tensor], Tensor]) -> None:
+        self._rows, self._fetch = rows, fetch
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Tensor:
+        return self._fetch(self._rows)
+
+
+def padded_rows(blocks: Sequence[FSDPModule]) -> dict[nn.Parameter, int]:
+    """The elements with padding of the rows of each parameter that FSDP2 has sharded."""
+    parameters = (parameter for block in blocks for _, parameter in _parameters_of(block))
+    return {each.sharded_param: prod(each.padded_sharded_param_size) for each in parameters}
+
+
+def keep_rows_on_host(
+    block: FSDPModule,
+    rows: Mapping[nn.Parameter, Tensor],
+    *,
+    compute: torch.dtype,
+    fetch: Callable[[Tensor], Tensor],
+    receive: Callable[[Tensor], Tensor] | None,
+) -> None:
+    """Let the parameters of a block, which FSDP2 offloads, have these padded rows on the host, and `fetch` copy them to
+    the device. `receive` copies a gradient to the host, where FSDP2 itself does not."""
+    for group, parameter in _parameters_of(block):
+        before, padded = parameter.sharded_param, rows[parameter.sharded_param]
+        local = padded[: prod(parameter.sharded_size)].view(parameter.sharded_size)
+        if not before.is_meta:
+            local.copy_(before.to_local())
+        after = nn.Parameter(parameter.to_sharded_dtensor(local), requires_grad=before.requires_grad)
+        parameter._sharded_param_data, parameter.sharded_param = _FetchedRows(padded, fetch), after
+        parameter._setattr_on_modules(after)
+        parameter.reset_sharded_param = partial(_take_assigned_rows, parameter, after, local)
+        if group.mesh_info.shard_mesh_size == 1:
+            # A tracker of storages knows empty ones, that gathers of several ranks show to it, from the start.
+            parameter.init_all_gather_outputs([padded.numel()], [compute], 1, group.device)
+            parameter.free_unsharded_param()
+        if receive is not None and after.requires_grad:
+            after.register_post_accumulate_grad_hook(partial(_receive_gradient, receive))
+
+
+def _take_assigned_rows(parameter: Any, kept: nn.Parameter, rows: Tensor) -> None:
+    """Copy values that a module was loaded with into the rows, in the place of FSDP2, which would keep the others."""
+    assigned = getattr(parameter._module_info.module, parameter._module_info.param_name)
+    if assigned is not kept:
+        with torch.no_grad():
+            rows.copy_(assigned.to_local())
+        parameter._setattr_on_modules(kept)
+
+
+def _receive_gradient(receive: Callable[[Tensor], Tensor], parameter: Any) -> None:
+    parameter.grad._local_tensor = receive(parameter.grad._local_tensor)
+
+
 def first_unreduced_parameter(block: FSDPModule) -> str | None:
     """A parameter that has a gradient which FSDP2 did not reduce, since it came after the block's backward."""
     for _, parameter in _parameters_of(block):
@@ -222,6 +279,8 @@ def kernels_of_cpu_on_meta() -> Iterator[None]:
         (_fsdp_init, "_move_states_to_device", lambda *_: None),  # Buffers may have values, which stay on the host
         (_fully_shard, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+        (_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),
+        (_fsdp_param_group, "foreach_reduce", partial(_reduce_on_meta, _fsdp_collectives.foreach_reduce)),
         (optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused_devices(), "meta"]),
         (F, "scaled_dot_product_attention", partial(_attention_on_meta, attention)),
     ]
@@ -229,6 +288,18 @@ def kernels_of_cpu_on_meta() -> Iterator[None]:
         for owner, name, replacement in replaced:
             stack.enter_context(patch.object(owner, name, replacement))
         yield
+
+
+def _reduce_on_meta(reduce: Callable[..., Any], parameters: Sequence[Any], *args: Any) -> Any:
+    """Reduce gradients of FSDP2 without the move of offloaded ones to the CPU, which a tensor without values cannot."""
+    offloaded = [parameter for parameter in parameters if parameter.offload_to_cpu]
+    try:
+        for parameter in offloaded:
+            parameter.offload_to_cpu = False
+        return reduce(parameters, *args)
+    finally:
+        for parameter in offloaded:
+            parameter.offload_to_cpu = True
 
 
 def _attention_on_meta(attention: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:

@@ -44,7 +44,7 @@ def step_plan_of_job(
         batch_sequences=job.data.batch_sequences,
         independent_replicas=job.outer.every is not None,
         model_sharding=model_sharding,
-        states=job.memory.optimizer,
+        places=job.memory.places,
     )
 
 

@@ -134,6 +134,7 @@ def _gradient_traffic(job: Job, layout: Layout, plan: StepPlan, *, cluster: Clus
             settings=job.communication,
             batch_sequences=plan.batch_sequences,
             model_sharding=plan.model_sharding,
+            places=job.memory.places,
         )
         hosts = tuple(rank // cluster.devices_per_host for rank in range(dims.ranks))
         sent = sent_bytes_per_step(made, recipe, settings=job.communication, rank=0, hosts=hosts)

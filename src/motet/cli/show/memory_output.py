@@ -141,7 +141,8 @@ class _ShownMemory:
         if any(memory.elsewhere.values()):
             host, disk = (format_bytes(memory.elsewhere[place]) for place in ("host", "disk"))
             files = f", and {disk} in files" * bool(memory.elsewhere["disk"])
-            yield f"Its host is predicted to keep {host} for the optimizer{files}."
+            kept = "parameters and the optimizer" if self.job.memory.parameters == "host" else "the optimizer"
+            yield f"Its host is predicted to keep {host} for {kept}{files}."
         for name, size in self.lines_at.items():
             left, text = size - max(peaks), f"the {name} of {format_bytes(size)}"
             is_within = f"That is within {text}, of which {format_bytes(left)} are left."

@@ -32,6 +32,9 @@ class HostLink(Protocol):
         """Give a flat tensor of the device these values of the host, which are cast on the host. They may change when
         the call returns."""
 
+    def fetch(self, rows: Tensor) -> Tensor:
+        """A copy on the device, in the same dtype, for the kernels that follow."""
+
 
 class ImmediateLink:
     """Copies that are made when they are asked for, between memory that a CPU rank has on its simulated device and on
@@ -52,6 +55,9 @@ class ImmediateLink:
             cast = values.to(target.dtype)
         target.copy_(cast)
         return _has_arrived
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        return rows.clone()
 
 
 def _has_arrived() -> None:
@@ -93,6 +99,9 @@ class CudaLink:
             self._next = 1 - self._next
         arrived = self._up.record_event()
         return partial(self._let_device_wait, arrived)
+
+    def fetch(self, rows: Tensor) -> Tensor:
+        return rows.to(self._device, non_blocking=True)
 
     def _let_device_wait(self, arrived: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(arrived)

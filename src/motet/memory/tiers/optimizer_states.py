@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from motet.memory.tiers.scratch_folder import run_subfolder
 MASTER = "master"
 
 
+class Target(NamedTuple):
+    """A flat tensor that gets the values of a slice: the device computes with it, or fetches it from the host."""
+
+    tensor: Callable[[], Tensor]
+    is_on_host: bool = False
+
+
 class HostStates:
     """The states of all slices of a rank that an optimizer updates, away from the device."""
 
@@ -33,7 +41,7 @@ class HostStates:
         self.device, self._master = device, dtype
         self.delays, self.overlaps = delays, overlaps and not delays
         self.masters = list[Tensor]()  # All slices, in the order in which engines have allocated them
-        self._targets = list[Callable[[], Tensor]]()  # Flat tensors with which the device computes, by slice
+        self._targets = list[Target | None]()  # By slice
         self._staged, self._is_staged = dict[int, Tensor](), set[int]()
         self._arrivals = dict[int, WaitForArrival]()
         self.sent_to_host = self.sent_to_device = 0  # Bytes since the run began
@@ -43,13 +51,21 @@ class HostStates:
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
-        with host_memory(self.device):
-            made = [
-                torch.zeros(length, dtype=self._master, device=self._host, pin_memory=self._is_pinned)
-                for length in lengths
-            ]
+        made = [self.host_tensor(length, self._master) for length in lengths]
         self.masters += made
         return made
+
+    def host_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros on the host."""
+        with host_memory(self.device):
+            return torch.zeros(numel, dtype=dtype, device=self._host, pin_memory=self._is_pinned)
+
+    def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Rows of parameters on the host, which are padded to other lengths, and masters of further slices. Here the
+        rows without padding are the masters themselves (None)."""
+        rows = [self.host_tensor(length, self._master) for length in padded]
+        self.masters += [each[:length] for each, length in zip(rows, lengths, strict=True)]
+        return rows, None
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         """The moments of a slice, which are zero."""
@@ -60,23 +76,28 @@ class HostStates:
     def _is_pinned(self) -> bool:
         return self.device.type == "cuda"
 
-    def new_values(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros on the host, as many as another tensor has."""
-        with host_memory(self.device):
-            return torch.zeros(like.shape, dtype=dtype, device=self._host, pin_memory=self._is_pinned)
-
     def to_host(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Copies of reduced gradients on the host, which have arrived inside of `updating`."""
         self.sent_to_host += sum(gradient.nbytes for gradient in gradients)
         return self.link.to_host(gradients)
 
-    def set_targets(self, targets: Sequence[Callable[[], Tensor]]) -> None:
-        """Name the tensors of the device that get the values of the slices which were allocated last."""
+    def fetch(self, rows: Tensor) -> Tensor:
+        """A copy of rows of parameters on the device, in their dtype."""
+        self.sent_to_device += rows.nbytes
+        return self.link.fetch(rows)
+
+    def set_targets(self, targets: Sequence[Target | None]) -> None:
+        """Name the tensors that get the values of the slices which were allocated last; a master that is read itself
+        has none."""
         self._targets += targets
 
     def send(self, index: int, elements: slice, masters: Tensor) -> None:
         """Let the device compute with elements of a slice, cast on the host to the dtype that the device has."""
-        self._to_device(index, self._targets[index]()[elements], masters)
+        target = self._targets[index]
+        if target is not None and target.is_on_host:
+            target.tensor()[elements].copy_(masters)
+        elif target is not None:
+            self._to_device(index, target.tensor()[elements], masters)
 
     def stage(self, index: int, elements: slice, masters: Tensor) -> None:
         """Keep such elements on the host until `send_staged`."""
@@ -86,13 +107,15 @@ class HostStates:
     def make_room_to_stage(self) -> None:
         """Reserve the memory of `stage`."""
         for index, target in enumerate(self._targets):
+            assert target is not None and not target.is_on_host, "a delayed update sends values to the device"
             if index not in self._staged:
-                self._staged[index] = self.new_values(target(), target().dtype)
+                values = target.tensor()
+                self._staged[index] = self.host_tensor(values.numel(), values.dtype)
 
     def send_staged(self) -> None:
         """Send all elements that were kept."""
         for index in sorted(self._is_staged):
-            self._to_device(index, self._targets[index](), self._staged[index])
+            self.send(index, slice(None), self._staged[index])
         self.wait_for_arrival(sorted(self._is_staged))
         self._is_staged.clear()
 
@@ -150,6 +173,9 @@ class FileStates(HostStates):
         mark_as_host(made)
         self.masters += made
         return made
+
+    def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
+        return [self.host_tensor(length, self._master) for length in padded], self.allocate(lengths)
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         files, local = self._place_of_slice[index]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.batch import Batch
+from motet.memory.policy_choice import Place
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
 
@@ -39,6 +40,7 @@ class DataParallelSharding:
     # Rows of the global batch, if gradients are summed by one tree over them. Each row is a micro-batch; a rank may
     # have one row fewer than there are micro-batches.
     reproducible_batch_size: int | None = None
+    parameters: Place = "device"  # The place of rows of stage 3; elsewhere a single rank has rows, too
     reduces_once: bool = False  # Stages 2 and 3 reduce the gradients of all micro-batches together
 
     @property

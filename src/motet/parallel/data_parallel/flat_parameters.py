@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from motet.collectives.execute.api import broadcast
 from motet.core.errors import check_input
+from motet.memory.tiers.optimizer_states import Target
 from motet.models.parameter_values import BoxReader, ParameterValues, set_values
 from motet.models.weight_init import TensorBox
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
@@ -261,9 +262,9 @@ class FlatParameters:
         if not self._shares_storage:
             yield from self.local_shards([each.master for each in self.optimizer_slices]).items()
 
-    def compute_slices(self) -> list[Callable[[], Tensor]]:
-        """Functions that return the elements of each optimizer slice with which the device computes."""
-        return [partial(self.compute.__getitem__, each.flat_slice) for each in self.optimizer_slices]
+    def compute_slices(self) -> list[Target]:
+        """The elements of each optimizer slice with which the device computes."""
+        return [Target(partial(self.compute.__getitem__, each.flat_slice)) for each in self.optimizer_slices]
 
     def slices_of_buckets(self) -> list[list[int]]:
         """The indices of the optimizer slices of each bucket."""

@@ -2,9 +2,12 @@
 
 The parameters of a block are gathered when it is called, and again for its backward. Parameters outside of blocks stay
 gathered from the first forward to the end of backward. Parameters that have no rows, or are small, are in buckets.
+
+Rows may lie on the host, also those of a single rank. FSDP2 then fetches them before it gathers, and sends their sums.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
@@ -15,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
-from motet.memory.tiers.optimizer_states import HostStates
+from motet.memory.tiers.device_limit import host_memory
+from motet.memory.tiers.optimizer_states import HostStates, Target
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -28,9 +32,12 @@ from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardR
 from motet.parallel.data_parallel.flat_parameters import STRAY_GRADIENT, LocalShard, MasterUpdate, no_update
 from motet.parallel.data_parallel.hosted_slices import HostedSlices
 from motet.parallel.data_parallel.zero import CommUnitAction, shard_rows
+from motet.parallel.process.process_group import process_group_of_one
 from motet.parallel.torch_private import (
     allocate_shards,
     first_unreduced_parameter,
+    keep_rows_on_host,
+    padded_rows,
     reduce_left_gradients,
     reshard_to_secondary,
 )
@@ -75,9 +82,10 @@ class FSDP2DataParallel:
         states: HostStates | None = None,
     ) -> None:
         """Shard the parameters of a plan, and the frozen ones of its units; the others are left to buckets. `states`
-        has the masters, if the host updates them: the rows of the device are then copies in the same dtype."""
+        has the masters, if the host updates them. Rows of the device are then copies in the same dtype; rows of the
+        host are the masters themselves, or copies of files."""
         group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
-        assert group.process_group is not None
+        on_host, process_group = plan.group.sharding.parameters == "host", group.process_group or process_group_of_one()
         ignored = {*module.parameters()} - sharded
         blocks, has_all = find_blocks(module), not plan.group.in_pipeline
         blocks = [block for block in blocks if has_all or not sharded.isdisjoint(block.parameters())]
@@ -85,9 +93,10 @@ class FSDP2DataParallel:
         compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
         shard: Callable[..., FSDPModule] = partial(
             fully_shard,
-            mesh=DeviceMesh.from_group(group.process_group, group.device.type),
+            mesh=DeviceMesh.from_group(process_group, group.device.type),
             mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
             ignored_params=ignored,
+            offload_policy=CPUOffloadPolicy(pin_memory=group.device.type == "cuda") if on_host else OffloadPolicy(),
         )
         root = _FSDPRootModule(module if has_all else _part_of_module(module, {*blocks}, sharded))
         self.mesh, self.root, self.plan = mesh, root, plan
@@ -98,8 +107,9 @@ class FSDP2DataParallel:
             shard(inner, reshard_after_forward=unit.reshards)
             for inner, unit in zip((*blocks, self.root), plan.units, strict=True)
         ]
-        for fsdp_module in self.fsdp_modules:
-            allocate_shards(fsdp_module, group.device)
+        self._hosted, self._host_rows, self._compute = HostedSlices(states) if states else None, on_host, compute
+        self._received = dict[int, Tensor]()  # Sums of gradients on the host, by identity
+        self._host_masters = self._allocate(dict(module.named_parameters()), group.device)
         if not has_all:
             _prefetch_within_stage(self.fsdp_modules)
         if mesh.secondary_shard_group:
@@ -116,19 +126,49 @@ class FSDP2DataParallel:
         group_of = {member.name: member.optimizer_group for unit in plan.units for member in unit.members}
         self.optimizer_groups = [group_of[name] for name in plan.shapes]
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
-        self._hosted = HostedSlices(states) if states else None
-        self._host_masters = states.allocate([rows.numel() for rows in self._rows]) if states else None
-        if self._hosted is not None:
-            self._hosted.set_targets([partial(_local_rows, p) for p in self.sharded_parameters.values()])
         self._updating = dict[int, list[int]]()  # Units that the host updates -> their slices
         self._unit_uses = dict[int, int]()  # Unit -> the time of its first forward
-        if states is not None and states.overlaps:
-            for unit_id, inner in enumerate((*blocks, self.root)):
-                inner.register_forward_pre_hook(partial(self._before_forward, unit_id), prepend=True)
+        for unit_id, inner in enumerate((*blocks, self.root) if states and states.overlaps else ()):
+            inner.register_forward_pre_hook(partial(self._before_forward, unit_id), prepend=True)
         self._accumulates = self._is_deferred = self._is_last = False
         self._reduces_each_microbatch = any(a.moment == "microbatch" for unit in plan.units for a in unit.schedule)
         if has_all:
             module.forward = self.wrap_as_forward(module.forward)
+
+    def _allocate(self, named: Mapping[str, nn.Parameter], device: torch.device) -> list[Tensor] | None:
+        """Allocate the rows, and masters on the host: none where rows on the host are the masters themselves."""
+        states = None if self._hosted is None else self._hosted.states
+        trained = [named[name] for name in self.plan.shapes]
+        lengths = [_local_rows(parameter).numel() for parameter in trained]
+        if states is None or not self._host_rows:
+            for fsdp_module in self.fsdp_modules:
+                allocate_shards(fsdp_module, device)
+            if states is None:
+                return None
+            made = states.allocate(lengths)
+            states.set_targets([Target(partial(self._rows_of, name)) for name in self.plan.shapes])
+            return made
+        padded = padded_rows(self.fsdp_modules)
+        allocated, masters = states.allocate_rows(lengths, [padded[parameter] for parameter in trained])
+        rows = dict(zip(trained, allocated, strict=True))
+        rows |= {p: states.host_tensor(numel, p.dtype) for p, numel in padded.items() if p not in rows}
+        receive = None if device.type == "cuda" else self._receive
+        for fsdp_module in self.fsdp_modules:
+            keep_rows_on_host(fsdp_module, rows, compute=self._compute, fetch=states.fetch, receive=receive)
+        copies = [Target(partial(self._rows_of, name), is_on_host=True) for name in self.plan.shapes]
+        states.set_targets([None] * len(trained) if masters is None else copies)
+        return masters
+
+    def _receive(self, rows: Tensor) -> Tensor:
+        """A copy on the host of reduced gradients, which FSDP2 has not copied where it takes the device for the host.
+        Gradients of later micro-batches have been added to it."""
+        assert self._hosted is not None
+        if id(rows) in self._received:
+            self._hosted.states.sent_to_host += rows.nbytes
+            return rows
+        (received,) = self._hosted.states.to_host([rows])
+        self._received[id(received)] = received
+        return received
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, in which parameters of the module may be used outside of its forward."""
@@ -173,9 +213,12 @@ class FSDP2DataParallel:
         for unit in self.fsdp_modules:
             unit.reshard()
 
+    def _rows_of(self, name: str) -> Tensor:
+        return _local_rows(self.sharded_parameters[name])
+
     @property
     def _rows(self) -> list[Tensor]:
-        """The rows of the device."""
+        """The rows that travel when a block is gathered."""
         return [*map(_local_rows, self.sharded_parameters.values())]
 
     @property
@@ -188,6 +231,7 @@ class FSDP2DataParallel:
             parameter.grad = None
         if self._hosted is not None:
             self._hosted.begin_step()
+        self._received.clear()
 
     def begin_backward(
         self, is_first: bool, is_last: bool, *, accumulates: bool = False, is_deferred: bool = False
@@ -219,10 +263,22 @@ class FSDP2DataParallel:
         self.communicator.end_backward()
         for name in map(first_unreduced_parameter, self.fsdp_modules):
             check_input(name is None, STRAY_GRADIENT.format(name))
-        if self._hosted is not None and self._is_last:
-            self._hosted.send(range(len(self.optimizer_groups)), self.local_gradients())
+        if self._hosted is not None:
+            self._send_sums(self._hosted)
         if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
+
+    def _send_sums(self, hosted: HostedSlices) -> None:
+        """Let the host have the sums of a step; with rows on the host, it has got them with each reduction."""
+        if not self._host_rows:
+            if self._is_last:
+                hosted.send(range(len(self.optimizer_groups)), self.local_gradients())
+            return
+        if self.mesh.shard_group.device.type == "cuda":  # FSDP2 has copied them
+            reduced = (p.grad for p in self.sharded_parameters.values() if p.grad is not None)
+            hosted.states.sent_to_host += sum(_local_rows(gradient).nbytes for gradient in reduced)
+        if self._is_last:
+            hosted.sums = dict(enumerate(self.local_gradients()))
 
     def local_gradients(self) -> Sequence[Tensor]:
         return self.reduced_gradients(self.sharded_parameters)
@@ -230,7 +286,8 @@ class FSDP2DataParallel:
     def reduced_gradients(self, names: Collection[str]) -> Sequence[Tensor]:
         """This rank's rows of the sums of some parameters."""
         sharded = [parameter for name, parameter in self.sharded_parameters.items() if name in names]
-        return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
+        with host_memory(self.mesh.shard_group.device) if self._host_rows else nullcontext():
+            return [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in sharded]
 
     def reduced_shards(self) -> dict[str, LocalShard]:
         """This rank's rows of the sums, by the names of parameters."""
@@ -424,7 +481,8 @@ def _install_collectives(
     fsdp_module: FSDPModule, unit_id: int, unit: CommUnit, *, communicator: DataParallelCommunicator
 ) -> _HSDPAllReduceHook:
     """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
-    fsdp_module.set_gradient_divide_factor(1.0)
+    if unit.shards > 1:  # FSDP2 would divide on a single rank, by one
+        fsdp_module.set_gradient_divide_factor(1.0)
     fsdp_module.set_force_sum_reduction_for_comms(True)
     gathers = tuple(action for action in unit.schedule if action.kind == "all_gather")
     scatters = tuple(action for action in unit.schedule if action.is_scatter)

@@ -1,11 +1,11 @@
 """The slices of an engine whose masters lie on the host: sums travel down, and modules wait for values."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from motet.core import trace
-from motet.memory.tiers.optimizer_states import HostStates
+from motet.memory.tiers.optimizer_states import HostStates, Target
 
 
 class HostedSlices:
@@ -15,8 +15,8 @@ class HostedSlices:
         self.states, self._first = states, len(states.masters)
         self.sums = dict[int, Tensor]()  # Copies of reduced gradients on the host, by slice
 
-    def set_targets(self, targets: Sequence[Callable[[], Tensor]]) -> None:
-        """Name the flat tensors of the device that get the values of the slices."""
+    def set_targets(self, targets: Sequence[Target | None]) -> None:
+        """Name the tensors that get the values of the slices."""
         self.states.set_targets(targets)
 
     def begin_step(self) -> None:

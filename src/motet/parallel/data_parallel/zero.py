@@ -90,13 +90,21 @@ def stage_actions(
             yield action
 
 
-def with_transfers(actions: Iterable[StageAction]) -> Iterator[StageAction]:
-    """The actions where the host updates masters: sums travel to it when they are reduced, and values back."""
+def with_transfers(actions: Iterable[StageAction], *, fetches_rows: bool = False) -> Iterator[StageAction]:
+    """The actions where the host updates masters: sums travel to it when they are reduced, and values back.
+
+    With `fetches_rows`, rows of stage 3 lie on the host: they travel before each gather, and sums after each reduction.
+    """
+    reduced: Moment = "last_microbatch"
     for action in actions:
+        if fetches_rows and action.kind == "reduce_scatter":
+            reduced = action.moment
         if action.kind == "norm":
-            yield StageAction("to_host", "last_microbatch")
+            yield StageAction("to_host", reduced)
+        if fetches_rows and action.kind == "all_gather":
+            yield StageAction("to_device", action.moment, tensor="parameters")
         yield action
-        if action.kind == "update":
+        if action.kind == "update" and not fetches_rows:
             yield StageAction("to_device", "step", tensor="parameters")
 
 
@@ -145,6 +153,16 @@ def padded_shard_numel(shapes: Iterable[Shape], shards: int) -> int:
     return sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes)
 
 
+def peak_of_fetch(copies: Iterable[tuple[int, int]], compute: int) -> int:
+    """The bytes of a unit while a single rank fetches its parameters from the host, one after the other: what has
+    arrived, the parameter before, which FSDP2 frees late, and the next one, in its dtype and cast."""
+    peak = arrived = before = 0
+    for size, width in copies:
+        peak = max(peak, arrived + before + size * width // compute + size)
+        arrived, before = arrived + size, size
+    return peak
+
+
 def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
     """(first, stop) of the rows of a parameter that a shard holds, without padding."""
     rows_per_shard = -(-rows // shards)
@@ -153,8 +171,9 @@ def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
 
 def is_cut_into_rows(shape: Shape, dtype: str, sharding: DataParallelSharding) -> bool:
     """Whether stage 3 shards a parameter; buckets keep tensors without rows or elements, integers, and small ones."""
-    has_shards, is_large = sharding.zero == 3 and sharding.shards > 1, prod(shape) >= max(1, sharding.min_shard_numel)
-    return has_shards and is_large and len(shape) > 0 and "float" in dtype
+    has_rows = sharding.zero == 3 and (sharding.shards > 1 or sharding.parameters != "device")
+    is_large = prod(shape) >= max(1, sharding.min_shard_numel)
+    return has_rows and is_large and len(shape) > 0 and "float" in dtype
 
 
 def make_buckets(
@@ -206,8 +225,8 @@ class CommUnitAction:
     | update | the group is one copy of the model; its ranks update the masters that they hold |
     | all_gather | each rank gets the unsharded unit, from shards in the order of the group |
     | broadcast | each rank gets the unit from its owner |
-    | to_host | each rank sends the sums whose masters it updates to its host, which has them |
-    | to_device | each rank gets the values of the masters that it updates from its host |
+    | to_host | each rank sends the sums whose masters it updates to its host, which adds or has them |
+    | to_device | each rank gets its rows, or the values of the masters that it updates, from its host |
     | keep_secondary | ranks keep secondary shards of the gathered parameters |
     """
 
@@ -268,7 +287,8 @@ def make_unit_schedule(
         reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
         gathers_again=unit == "block" and sharding.reshard_after_forward,
     )
-    row = row if on_device else with_transfers(row)
+    fetches_rows = unit != "bucket" and sharding.parameters != "device"
+    row = row if on_device else with_transfers(row, fetches_rows=fetches_rows)
     if unit == "bucket" and sharding.zero == 3 and sharding.shards > 1:  # Parameters without rows are small
         codecs = CommunicationCodecs()
     rank_groups = {"shards": groups.shard_groups, "replicas": groups.replica_groups}

@@ -68,6 +68,28 @@ def new_process_group(group: RankGroup, ranks: Sequence[int]) -> dist.ProcessGro
     return new_named_process_group([world_ranks[rank] for rank in ranks])
 
 
+def process_group_of_one() -> dist.ProcessGroup:
+    """A process group of this rank alone, which FSDP2 needs, and which starts torch.distributed in a world of one."""
+    if dist.is_initialized():
+        process_group = new_named_process_group([dist.get_rank()])
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        process_group = dist.group.WORLD
+    assert process_group is not None
+    return process_group
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """A context at whose end the group of `process_group_of_one` ends, if it has started torch.distributed."""
+    was_initialized = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not was_initialized:
+            dist.destroy_process_group()
+
+
 def pick_device(
     kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment, *, share_device: bool = False
 ) -> torch.device:
@@ -100,7 +122,8 @@ def start_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if rank_env.world == 1:
-        yield RankGroup(0, 1, None, device)
+        with world_of_one():
+            yield RankGroup(0, 1, None, device)
         return
     dist.init_process_group(
         backend=_shared_device_backends() if share_device else _backend_names(device, cpu_backend),

@@ -31,6 +31,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit, TensorInfo
+from motet.parallel.step_plan.check_transfers import transfer_mistakes
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup, reports
 
@@ -539,23 +540,10 @@ def codecs_keep_copies(plan: StepPlan) -> Iterator[str]:
 
 
 def transfers_surround_updates(plan: StepPlan) -> Iterator[str]:
-    """Sums travel to a host that updates masters once, after their last reduction and before the update, and values
-    to the device once, after the update and before ranks gather them. Nothing travels to another host."""
-    wanted = int(plan.states != "device")
-    for group, unit in ((each, unit) for each in plan.groups for unit in each.units if unit.members):
-        kinds = [action.kind for action in unit.schedule]
-        for kind in ("to_host", "to_device"):
-            if kinds.count(kind) != wanted:
-                yield f"{_title(group, unit)}: {kind} happens {kinds.count(kind)} times, not {wanted}"
-        if not wanted or kinds.count("to_host") * kinds.count("to_device") != 1:
-            continue
-        down, update, up = (kinds.index(kind) for kind in ("to_host", "update", "to_device"))
-        sums = [i for i, action in enumerate(unit.schedule) if action.over and action.tensor == "gradients"]
-        gathers = [i for i, action in enumerate(unit.schedule) if action.is_gather and action.moment == "step"]
-        if not max(sums, default=-1) < down < update:
-            yield f"{_title(group, unit)}: the host updates with sums that have not arrived, or are not complete"
-        if not update < up < min(gathers, default=len(kinds)):
-            yield f"{_title(group, unit)}: ranks compute with or gather values that have not arrived from the host"
+    """Sums travel to a host that updates masters after their last reduction and before the update, and values to the
+    device after the update and before ranks gather them. Nothing travels to another host."""
+    for group, unit, mistake in transfer_mistakes(plan):
+        yield f"{_title(group, unit)}: {mistake}"
 
 
 def _reductions(unit: CommUnit) -> list[CommUnitAction]:

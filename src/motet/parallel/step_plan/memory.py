@@ -37,6 +37,7 @@ class ModelStateMemory:
     gradients: int
     moments: int
     compression_errors: int = 0  # Error feedback, without PowerSGD's bases
+    rows_on_host: int = 0  # Rows of stage 3, with padding, in the memory of the host, if they are not masters
 
     @property
     def total(self) -> int:
@@ -45,8 +46,10 @@ class ModelStateMemory:
     def in_place(self, place: Place, states: Place) -> "ModelStateMemory":
         """The part that lies in a place, where masters and moments lie in `states`."""
         if place == "device":
-            return self if states == place else replace(self, masters=0, moments=0)
-        return ModelStateMemory(0, self.masters, 0, self.moments) if place == states else ModelStateMemory(0, 0, 0, 0)
+            return self if states == place else replace(self, masters=0, moments=0, rows_on_host=0)
+        kept = (self.masters, self.moments) if place == states else (0, 0)
+        rows = self.rows_on_host if place == "host" else 0
+        return ModelStateMemory(0, kept[0], 0, kept[1], rows_on_host=rows)
 
 
 def state_of_shards(
@@ -65,7 +68,7 @@ def model_state_memory(
 ) -> ModelStateMemory:
     """State of one rank."""
     units = [
-        (unit, _unit_memory(unit, position, recipe, moments_per_parameter=moments_per_parameter))
+        (unit, _unit_memory(unit, position, recipe, moments_per_parameter=moments_per_parameter, plan=plan))
         for group in plan.groups
         if (position := group.position(rank)) is not None
         for unit in group.units
@@ -87,7 +90,9 @@ def _untrained_bytes(plan: StepPlan, recipe: PrecisionRecipe, rank: int) -> int:
     return total
 
 
-def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int) -> ModelStateMemory:
+def _unit_memory(
+    unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_per_parameter: int, plan: StepPlan
+) -> ModelStateMemory:
     is_in_rows = isinstance(unit.contents, FSDPUnit)
     is_on_host = any(action.kind == "to_host" for action in unit.schedule)
     is_compressed = any(action.codec for action in unit.schedule if action.tensor == "parameters")
@@ -107,6 +112,9 @@ def _unit_memory(unit: CommUnit, rank: int, recipe: PrecisionRecipe, *, moments_
         state = replace(state, parameters=state.parameters + frozen * DTYPE_BYTES[recipe.compute])
         if is_on_host:  # Without the padding that FSDP2 adds to the rows of the device
             state = replace(state, masters=updated * DTYPE_BYTES[recipe.master])
+        if plan.parameters == "host":
+            rows = state.parameters - state.masters * (plan.states == "host")  # Which have their masters in them
+            state = replace(state, parameters=0, gradients=0, rows_on_host=rows)
     else:
         keeps_shard = any(action.moment == "microbatch" for action in unit.schedule)
         sharded = ShardedStates(False, keeps_shard, optimizer_states=True)
@@ -138,16 +146,19 @@ def _peak_of_group(plan: StepPlan, group: SyncGroupPlan, recipe: PrecisionRecipe
     """The peak of blocks that save nothing, with the units of a plan."""
     if not group.units:
         return 0
-    storage = _storage_of_group(group, plan.microbatches, recipe)
+    storage = _storage_of_group(plan, group, recipe)
     spec = ModelSpec(tuple(_blocks_of_units(plan, group, () if storage.adds_to_sums else saved)))
     policies: list[BlockPolicy] = ["none"] * spec.policy_count
     peaks = StageBlocks(spec, MicroBatchShape(1, 1), policies, storage).peaks()
     kept = DTYPE_BYTES[recipe.master] * sum(unit.reduction_spec(0).numel for unit in group.units)
-    return max(peaks.forward.total, peaks.backward.total) - (kept if storage.kind == "rows" else 0)
+    return max(peaks.forward.total, peaks.backward.total) - (
+        kept if storage.kind == "rows" and storage.rows == "device" else 0
+    )
 
 
-def _storage_of_group(group: SyncGroupPlan, microbatches: int, recipe: PrecisionRecipe) -> GradientStorage:
+def _storage_of_group(plan: StepPlan, group: SyncGroupPlan, recipe: PrecisionRecipe) -> GradientStorage:
     """The sums of gradients, by the actions on the units."""
+    microbatches = plan.microbatches
     units, actions = group.units, [action for unit in group.units for action in unit.schedule]
     scatters = [action for action in actions if action.is_scatter]
     if group.group.unit_kind == "rows":
@@ -157,8 +168,9 @@ def _storage_of_group(group: SyncGroupPlan, microbatches: int, recipe: Precision
             units[0].shards,
             any(unit.reshards for unit in units),
             microbatches,
-            reduces_once=any(action.moment == "last_microbatch" for action in scatters),
+            reduces_once=any(a.moment == "last_microbatch" for a in actions if a.is_scatter or a.kind == "to_host"),
             has_replicas=any(action.over == "replicas" for action in actions),
+            rows=plan.parameters,
         )
     each = [action for action in scatters if action.moment == "microbatch"]
     overlaps = all(action.overlaps for action in each)

@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.memory.policy_choice import Place
+from motet.memory.policy_choice import ALL_ON_DEVICE, Place, StatePlaces
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
@@ -40,6 +40,7 @@ class StepPlan:
     batch_sequences: int
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
     states: Place = "device"  # The place of masters and moments
+    parameters: Place = "device"  # The place of parameters that are cut into rows
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:
@@ -60,14 +61,12 @@ def make_step_plan(
     batch_sequences: int,
     independent_replicas: bool = False,
     model_sharding: ModelSharding | None = None,
-    states: Place = "device",
+    places: StatePlaces = ALL_ON_DEVICE,
 ) -> StepPlan:
-    """The plan of a layout; with independent replicas, that of the first replica, which all others follow. `states` is
-    the place of masters and moments."""
-    step_layout, model_sharding = (
-        layout.replica_layout() if independent_replicas else layout,
-        model_sharding or ModelSharding(),
-    )
+    """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
+    model_sharding = model_sharding or ModelSharding()
+    step_layout = layout.replica_layout() if independent_replicas else layout
+    step_layout = replace(step_layout, sharding=replace(step_layout.sharding, parameters=places.parameters))
     dims = step_layout.dims
     specs = model_sharding.specs(inventory, dims)
     is_compressed = (settings.compress_gradients or settings.compress_parameters) is not None
@@ -83,14 +82,14 @@ def make_step_plan(
         model_sharding,
         dims,
         _name_units(
-            make_group_plan(group, local_tensors(group), recipe, settings=settings, on_device=states == "device")
+            make_group_plan(group, local_tensors(group), recipe, settings=settings, on_device=places.states == "device")
             for group in groups
         ),
         layout.sharding.microbatches,
         _rows_by_rank(layout, batch_sequences),
         batch_sequences,
         layout.sharding.replica_groups if independent_replicas else (),
-        states,
+        *places,
     )
 
 

@@ -12,11 +12,12 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from motet.core.units import DTYPE_BYTES
+from motet.memory.policy_choice import Place
 from motet.models.spec.kernel_memory import BackwardMoment, backward_moments, forward_workspace, recomputed_bytes
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MicroBatchShape, SameBlock
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_buckets
-from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, sharded_states
+from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, peak_of_fetch, sharded_states
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.precision.recipe import PrecisionRecipe
 
@@ -67,6 +68,7 @@ class GradientStorage:
     overlaps: bool = True  # Buckets travel while others are filled
     bucket_mib: tuple[float, float] = (1.0, 25.0)  # Size of the first bucket, and of the others
     plan_buckets: tuple[Bucket, ...] = ()  # Buckets of a plan; else they are built from the parameters
+    rows: Place = "device"  # The place of rows of parameters and of their sums
 
     @classmethod
     def for_stage(
@@ -74,9 +76,10 @@ class GradientStorage:
     ) -> "GradientStorage":
         """The storage of a stage of ZeRO."""
         sharded = sharded_states(zero, reduces_once=reduces_once)
-        if shards == 1 or not sharded.gradients:
+        if (shards == 1 and rest.get("rows", "device") == "device") or not sharded.gradients:
             return cls("flat", recipe)  # Nothing else matters
-        return cls("rows" if sharded.parameters else "buckets", recipe, shards, reduces_once=reduces_once, **rest)
+        kind: Literal["buckets", "rows"] = "rows" if sharded.parameters else "buckets"
+        return cls(kind, recipe, shards, reduces_once=reduces_once, **rest)
 
     def bytes_of(self, tensor: Literal["compute", "reduce", "master"]) -> int:
         """Bytes of one element."""
@@ -241,6 +244,8 @@ class _UnitBytes:
         self.gathered = compute * shards * padded_shard_numel((p.shape for p in parameters), shards)
         self.shard_numel = padded_shard_numel((p.shape for p in trained), shards)
         self.trained_numel = sum(p.numel for p in trained)
+        copies = [(compute * p.numel, storage.bytes_of("master") if p.is_trained else compute) for p in parameters]
+        self.fetched = peak_of_fetch(copies, compute)
         sizes = [compute * p.numel for p in trained if p.gradient == "backward"]
         self.gradients = max(sizes, default=0) if storage.adds_to_sums else sum(sizes)
         self.last_gradient = sum(sizes[-1:])
@@ -267,10 +272,12 @@ class _GatheredRows(_FlatSums):
         self._reduce, self._master = storage.bytes_of("reduce"), storage.bytes_of("master")
         counts = [(self._root, 1), *((self._unit(each), each.repeats) for each in runs if not each.is_root)]
         shard = sum(count * unit.shard_numel for unit, count in counts)
-        self.sums = self._master * shard * case.has_sums + self._reduce * shard * case.waits
+        self._adds_on_device, self._is_alone, self._has_root = storage.rows == "device", storage.shards == 1, False
+        self.sums = self._master * shard * (case.has_sums and self._adds_on_device) + self._reduce * shard * case.waits
         if storage.keeps_unsharded_sums:  # The sum of a block is freed when it is sent
             self.sums += self._reduce * sum(count * unit.trained_numel for unit, count in counts)
         self._gathered = self._buffer = self.kept = self._root.gathered
+        self._buffer *= not self._is_alone
         self.kept += 0 if storage.reshards else sum(count * unit.gathered for unit, count in counts[1:])
         self._prefetched = self._sent = self._gradients = self._root_gradients = 0
         self._is_root = False
@@ -289,16 +296,21 @@ class _GatheredRows(_FlatSums):
         return self._units[id(each.block.layer)]
 
     def before_forward(self, each: BlockBytes) -> Iterator[int]:
-        """The buffer of the block before is freed after this gather."""
+        """The buffer of the block before is freed after this gather. A single rank has no buffers."""
+        if self._is_alone and not self._has_root:
+            yield self._root.fetched
+        self._has_root = True
         if not each.is_root:
-            yield self._gathered + self._buffer + 2 * self._unit(each).gathered
+            unit = self._unit(each)
+            yield self._gathered + (unit.fetched if self._is_alone else self._buffer + 2 * unit.gathered)
 
     def in_forward(self, each: BlockBytes) -> int:
         if each.is_root:
             return self._gathered + self._buffer
         size, reshards = self._unit(each).gathered, self._storage.reshards
-        self._buffer, self._gathered = size, self._gathered + (0 if reshards else size * each.repeats)
-        return self._gathered + size + (size if reshards else 0)
+        self._buffer = 0 if self._is_alone else size
+        self._gathered += 0 if reshards else size * each.repeats
+        return self._gathered + self._buffer + (size if reshards else 0)
 
     def before_backward(self, each: BlockBytes) -> Iterator[int]:
         self._is_root = each.is_root
@@ -306,9 +318,10 @@ class _GatheredRows(_FlatSums):
             return
         size = self._sizes.pop()
         if self._storage.reshards:
-            yield self._gathered + self._root_gradients + self._sent + (self._prefetched or size) + size
+            arriving = self._unit(each).fetched if self._is_alone else (self._prefetched or size) + size
+            yield self._gathered + self._root_gradients + self._sent + arriving
             self._gathered += size
-            self._prefetched = self._sizes[-1] if self._sizes else 0
+            self._prefetched = self._sizes[-1] if self._sizes and not self._is_alone else 0
 
     def in_kernel(self, moment: BackwardMoment) -> int:
         live = self._live() + moment.gradient
@@ -341,7 +354,7 @@ class _GatheredRows(_FlatSums):
         yield self._live() + (1 + max(growth, 0)) * shard + unit.last_gradient
         cast = master * (storage.recipe.reduce != storage.recipe.master)
         yield self._live() + (1 + growth) * shard + cast + unit.last_gradient
-        self.sums += count * (growth * shard + (0 if self._case.has_sums else master))
+        self.sums += count * (growth * shard + master * (self._adds_on_device and not self._case.has_sums))
 
     def _live(self) -> int:
         return self._gathered + self._prefetched + self._sent + self._gradients + self._root_gradients

@@ -31,7 +31,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, ReductionBufferSpec
 from motet.parallel.data_parallel.data_sharding import partial_sums_sent_by_rank, partial_sums_sent_by_replica
-from motet.parallel.data_parallel.zero import CommUnitAction
+from motet.parallel.data_parallel.zero import CommUnitAction, FSDPUnit, padded_shard_numel
 from motet.parallel.model_sharding import LOSS, BoundaryComm, BoundaryOperation
 from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.plan import StepPlan
@@ -81,25 +81,40 @@ def sent_bytes_per_step(
 
 @dataclass(frozen=True)
 class HostLinkBytes:
-    """Bytes between the device of one rank and its host in one step; a step that updates nothing sends nothing up."""
+    """Bytes between the device of one rank and its host in one step."""
 
     to_host: int
     to_device: int
+    fetched: int = 0  # The part of `to_device` that a step sends also if it updates nothing: rows before gathers
+    kept: int = 0  # Sums that lie on the host when it updates masters, which may have added several
 
 
 def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> HostLinkBytes:
     """Sums of gradients that travel down, and values of parameters that travel up. Rows of stage 3 have the dtype of
-    the masters, to which FSDP2 casts their sums."""
-    down = up = 0
+    the masters, to which FSDP2 casts their sums; rows on the host travel with their padding, and frozen ones too."""
+    down = up = fetched = kept = 0
     for group in plan.groups:
         if (position := group.position(rank)) is None:
             continue
         each = host_link_bytes_per_element(recipe, is_in_rows=group.group.unit_kind == "rows")
         for unit in group.units:
-            kinds, numel = [action.kind for action in unit.schedule], unit.updated_numel(position)
-            down += kinds.count("to_host") * each.to_host * numel
-            up += kinds.count("to_device") * each.to_device * numel
-    return HostLinkBytes(down, up)
+            numel = unit.updated_numel(position)
+            for action in unit.schedule:
+                times = action.times(plan.microbatches)
+                if action.kind == "to_host":
+                    down, kept = down + times * each.to_host * numel, kept + each.to_host * numel
+                elif action.kind == "to_device" and action.moment == "step":
+                    up += each.to_device * numel
+                elif action.kind == "to_device":
+                    fetched += times * _row_bytes(unit, recipe)
+    return HostLinkBytes(down, up + fetched, fetched, kept)
+
+
+def _row_bytes(unit: CommUnit, recipe: PrecisionRecipe) -> int:
+    """The rows of a rank in a unit of stage 3, with padding."""
+    assert isinstance(unit.contents, FSDPUnit)
+    trained, frozen = (padded_shard_numel(s, unit.shards) for s in (unit.contents.trainable, unit.contents.frozen))
+    return DTYPE_BYTES[recipe.master] * trained + DTYPE_BYTES[recipe.compute] * frozen
 
 
 def host_link_bytes_per_element(recipe: PrecisionRecipe, *, is_in_rows: bool) -> HostLinkBytes:

@@ -219,7 +219,7 @@ class JobVerificationSubject:
             settings=self.job.communication,
             batch_sequences=self.batch_rows,
             model_sharding=self.model_sharding,
-            states=self.job.memory.optimizer,
+            places=self.job.memory.places,
         )
 
     def with_model_sharding(self, model_sharding: ModelSharding) -> "JobVerificationSubject":

@@ -9,6 +9,7 @@ from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes
 from motet.models.spec.layer_specs import MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, inventory_of_spec
 from motet.parallel.step_plan.plan import StepPlan
@@ -109,10 +110,12 @@ def _remedies(job: Job, ranks: int, *, peak: int) -> str:
             helpful.append(next((each for each in lower if each[0] <= limit), min(lower)))
     if fitting := [f"set {setting}, which takes {format_bytes(left)}" for left, setting in helpful if left <= limit]:
         return ", or ".join([*fitting, "raise the limit"])
-    names = " and ".join(setting for _, setting in helpful)
-    together = _peak_with(job, ranks, [setting for _, setting in helpful])
-    if together <= limit:
-        return f"set {names}, which together take {format_bytes(together)}, or raise the limit"
+    names, together = "", float(peak)
+    for count in (len(helpful) - 1, len(helpful)) if len(helpful) > 2 else (len(helpful),):  # The last costs most time
+        words = [*dict.fromkeys(" ".join(setting for _, setting in helpful[:count]).split())]
+        names, together = " and ".join(words), _peak_with(job, ranks, words)
+        if together <= limit:
+            return f"set {names}, which together take {format_bytes(together)}, or raise the limit"
     least = min([together, *(left for left, _ in helpful)])
     still = f"with {names} it takes {format_bytes(least)} still; " if helpful else ""
     return f"{still}raise the limit, use more ranks, or take a smaller model"
@@ -131,12 +134,16 @@ def _settings_to_try(job: Job, ranks: int) -> Iterator[Sequence[str]]:
     yield [f"layout.microbatches={count}" for count in takewhile(lambda count: count <= rows, counts)]
     if job.memory.optimizer == "device":
         yield ["memory.optimizer=host"]
+    if job.memory.parameters == "device":
+        is_gathered = sharded_states(layout.zero).parameters
+        words = ["memory.optimizer=host"] * (job.memory.optimizer == "device") + ["layout.zero=3"] * (not is_gathered)
+        yield [" ".join([*words, "memory.parameters=host"])]
 
 
 def _peak_with(job: Job, ranks: int, settings: list[str]) -> float:
     """The predicted peak with other settings; infinite where they do not work."""
     try:
-        changed = with_overrides(job, settings, job.name)
+        changed = with_overrides(job, [word for setting in settings for word in setting.split()], job.name)
         check_compositions(dict(changed))
         return _largest_rank(changed, ranks).predicted.peak
     except InputError:

@@ -18,7 +18,7 @@ from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
-from motet.memory.policy_choice import Place, fixed_policies
+from motet.memory.policy_choice import Place, StatePlaces, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
@@ -48,8 +48,13 @@ def memory_need(
     moments = optimizer.moments_per_parameter
     state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank).in_place(place, plan.states)
     if place != "device":
-        sums = host_link_bytes(plan, recipe, rank=rank).to_host if place == "host" else 0
-        need = {"master parameters": state.masters, "moments": state.moments, "gradients that were sent": sums}
+        sums = host_link_bytes(plan, recipe, rank=rank).kept if place == "host" else 0
+        need = {
+            "parameters": state.rows_on_host,
+            "master parameters": state.masters,
+            "moments": state.moments,
+            "gradients that were sent": sums,
+        }
         return {name: size for name, size in need.items() if size}
     return {
         "parameters": state.parameters,
@@ -152,7 +157,7 @@ def layout_memory_problem(
                 settings=communication,
                 batch_sequences=rows,
                 model_sharding=plan.model_sharding,
-                states=plan.states,
+                places=StatePlaces(plan.states, plan.parameters),
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
             need_of = partial(_need_in_places, made, recipe, optimizer, places=places)
@@ -325,6 +330,7 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
         reduces_once=sharding.reduces_once and not sharding.reproducible_batch_size,
         in_pipeline=layout.dims.size(PIPELINE_DIMENSION) > 1,
         bucket_mib=mib,
+        rows=job.memory.parameters,
     )
 
 
@@ -410,8 +416,10 @@ class _StepDrawing:
         before = self._open.pop(key, [])
         left, is_drawn = sum(life.size for life in before), peaks is None or action.kind in ("F", "W")
         for life in reversed(before):
-            if peaks is not None and not is_drawn and left - life.size < peaks.backward.saved:
-                self._add_peak(action.stage, peaks.backward, left)
+            live, is_near = peaks.backward if peaks else MomentBytes(), not is_drawn
+            is_near &= left - life.size < live.saved
+            if is_near and left <= live.saved + live.workspace:
+                self._add_peak(action.stage, live, left)
                 is_drawn = True
             if action.kind == "I" and life.operator in self.factors:
                 kept.insert(0, life)
@@ -419,6 +427,9 @@ class _StepDrawing:
             left -= life.size
             self.moment += 1
             self.lives.append(replace(life, freed=self.moment))
+            if is_near and not is_drawn:  # Before it was freed, more would be drawn than there is
+                self._add_peak(action.stage, live, left)
+                is_drawn = True
         self._open[key] = kept
         if action.kind != "F":
             self.first_gradient = self.first_gradient or self.moment

@@ -99,7 +99,7 @@ def plan_of_module(
             batch_sequences=batch_sequences,
             independent_replicas=settings.outer.every is not None,
             model_sharding=model_sharding,
-            states=settings.memory.optimizer,
+            places=settings.memory.places,
         )
     check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
     if group.rank == 0 or group.device.type == "meta":

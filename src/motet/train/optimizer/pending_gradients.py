@@ -12,9 +12,9 @@ _NOTHING = -1.0  # The learning rate while no gradient is pending
 class PendingGradients:
     """One gradient for each master, clipped, in the dtype of the masters, and the learning rate of its step."""
 
-    def __init__(self, masters: Sequence[Tensor], new_values: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-        """`new_values` makes zeros on the host, as many as a tensor has."""
-        self.gradients = [new_values(master, master.dtype) for master in masters]
+    def __init__(self, masters: Sequence[Tensor], host_tensor: Callable[[int, torch.dtype], Tensor]) -> None:
+        """`host_tensor` makes zeros on the host."""
+        self.gradients = [host_tensor(master.numel(), master.dtype) for master in masters]
         self.rate = torch.full((), _NOTHING, dtype=torch.float64)
 
     @property

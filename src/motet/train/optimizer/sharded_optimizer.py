@@ -116,7 +116,7 @@ class ShardedOptimizer:
             self._optimizer_state(master)
         self._pending: PendingGradients | None = None
         if states is not None and states.delays:
-            self._pending = PendingGradients(self._masters, states.new_values)
+            self._pending = PendingGradients(self._masters, states.host_tensor)
             states.make_room_to_stage()
         self._queued: Mapping[int, Tensor] = {}  # The gradients of masters that the host updates
         sharded_parameters.set_optimizer(self._update_masters)

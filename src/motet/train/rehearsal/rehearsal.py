@@ -42,7 +42,7 @@ from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, 
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
-from motet.parallel.process.process_group import RankGroup, default_rank_group
+from motet.parallel.process.process_group import RankGroup, default_rank_group, world_of_one
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import activation_collectives
 from motet.parallel.tensor_parallel.sharding_proposal import splits_layers
@@ -366,7 +366,7 @@ def _has_own_code(job: Job) -> bool:
 @contextmanager
 def _group_of_rank(rank: int, ranks: int) -> Iterator[RankGroup]:
     first = rank // RANKS_PER_HOST * RANKS_PER_HOST
-    with fake_process_group(rank, ranks) if ranks > 1 else nullcontext():
+    with fake_process_group(rank, ranks) if ranks > 1 else world_of_one():
         local_ranks = range(first, min(first + RANKS_PER_HOST, ranks))
         yield replace(default_rank_group(_META), local_ranks=local_ranks)
 
