@@ -52,6 +52,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "compact moments": {"precision.moment_dtype": "set"},
     "states on the host": {"memory.optimizer": ("host",)},
     "states on disk": {"memory.optimizer": ("disk",)},
+    "activations on the host": {"memory.activations": ("host",)},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -82,6 +83,7 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + + + + + + q + + + + + + n n + + +
 + + + + + + g + + + b d d + + + + + n n + + + +
 + + + + + + g + + + b d d + + + + + n n + + x = +
++ + + + + + + + + + + + + + + + + + n n + + + + + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"

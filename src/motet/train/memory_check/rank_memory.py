@@ -3,7 +3,7 @@
 Both work for any module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,10 +131,14 @@ class RecomputedSteps:
     _choice: RecomputationChosen | None = None
 
     @classmethod
-    def for_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
-        """Let the blocks of a module be recomputed."""
+    def for_module(
+        cls, module: nn.Module, settings: MemorySettings, group: RankGroup, *, stages: Sequence[range] = ()
+    ) -> "RecomputedSteps":
+        """Let the blocks of a module be recomputed, or their saved tensors lie on the host."""
         steps = cls(budget=settings.step_budget, group=group)
-        steps.recomputation = recompute_blocks(module, settings, device=group.device, known=steps.known_tensors)
+        steps.recomputation = recompute_blocks(
+            module, settings, device=group.device, known=steps.known_tensors, stages=stages
+        )
         return steps
 
     def known_tensors(self) -> list[Tensor]:
