@@ -18,6 +18,7 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket, build_buckets
 from motet.parallel.data_parallel.zero import MIB, padded_shard_numel, sharded_states
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.step_plan.sent_activations import sent_sizes
 from motet.precision.recipe import PrecisionRecipe
 
 _TABLE = "embedding.weight"
@@ -119,6 +120,7 @@ class BlockBytes(NamedTuple):
     block: BlockSpec
     kept: int
     kept_as_first: int  # Where the block splits the stream of its input
+    sent: int  # Kept bytes that travel to the host, if activations do
     saved: int  # Bytes without recomputation
     recomputed: int
     workspace: int  # Workspace of the forward
@@ -358,6 +360,7 @@ class StageBlocks:
     splits_vocabulary: bool = False
     is_first: bool = True  # The first stage; others receive activations
     is_last: bool = True
+    offloads: bool = False  # The host keeps saved tensors, all but those of two blocks
 
     @property
     def dtype(self) -> str:
@@ -365,10 +368,11 @@ class StageBlocks:
 
     @property
     def kept(self) -> int:
-        """Bytes that one micro-batch leaves for its backward, with the tensors sent to the next stage."""
-        return (
-            self._arguments + sum(each.kept * each.repeats for each in self._runs) + self._stream * (not self.is_last)
-        )
+        """Bytes that one micro-batch leaves for its backward, with the tensors sent to the next stage. The host may have
+        those of all blocks but the last."""
+        stays = sum((each.kept - each.sent) * each.repeats for each in self._runs)
+        last = next((each.sent for each in reversed(self._runs) if not each.is_root), 0)
+        return self._arguments + stays + last + self._stream * (not self.is_last)
 
     def peaks(self) -> StagePeaks:
         """The bytes of one micro-batch."""
@@ -402,7 +406,7 @@ class StageBlocks:
     @cached_property
     def _runs(self) -> tuple[BlockBytes, ...]:
         """The blocks; those in the middle of many equal ones are taken together."""
-        left, runs = [*self.policies], list[BlockBytes]()
+        left, runs, is_received = [*self.policies], list[BlockBytes](), not self.is_first
         for block in self.spec.blocks:
             nothing: list[BlockPolicy] = ["none"] * block.repeat
             chosen = left[: block.repeat] if block.input is not None else nothing
@@ -414,41 +418,58 @@ class StageBlocks:
                 each = policy_bytes[chosen[index]]
                 kept = each.kept if index else each.kept_as_first
                 count = together if index == _SINGLE_BLOCKS[self.storage.kind] else 1
-                runs.append(each._replace(block=block, kept=kept, block_id=block.first_index + index, repeats=count))
+                sent = self._sent(block, chosen[index], is_first=index == 0, is_received=is_received)
+                how: dict[str, Any] = {"block_id": block.first_index + index, "repeats": count}
+                runs.append(each._replace(block=block, kept=kept, sent=sent, **how))
+                is_received = is_received and block.input is None
                 index += count
         return tuple(runs)
+
+    def _sent(self, block: BlockSpec, policy: BlockPolicy, *, is_first: bool, is_received: bool) -> int:
+        if block.input is None or not self.offloads:
+            return 0
+        tensors = block.saved(policy, is_first=is_first)
+        return sum(sent_sizes(tensors, self.shape, self.dtype, is_received=is_received))
 
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
         how: dict[str, Any] = {"policy": policy, "splits_vocabulary": self.splits_vocabulary}
         return _bytes_of_block(SameBlock(block), self.shape, self.dtype, **how)
 
     def _forward(self, sums: _FlatSums, received: int) -> Iterator[MomentBytes]:
-        saved = self._arguments
+        saved, before = self._arguments, 0  # `before`: bytes of the block before, which leave when this one ends
         for each in self._runs:
             for live in sums.before_forward(each):
-                yield MomentBytes(saved, 0, live, received, sums.sums)
-            saved += each.kept * each.repeats
+                yield MomentBytes(saved + before, 0, live, received, sums.sums)
+            saved += (each.kept - each.sent) * each.repeats
+            before = max(before, each.sent * (each.repeats > 1))
             work = each.workspace + each.recomputed + received
-            yield MomentBytes(saved, 0, sums.in_forward(each), work, sums.sums)
+            yield MomentBytes(saved + before + each.sent, 0, sums.in_forward(each), work, sums.sums)
+            before = before if each.is_root else each.sent
 
     def _backward(self, sums: _FlatSums, saved: int) -> Iterator[MomentBytes]:
         tied = self._tied_gradient()
+        sent = [each.sent for each in self._runs if not each.is_root]
+        fetched = sent.pop() if sent else 0  # Bytes of the block before, which are fetched
+        saved -= fetched
         for each in reversed(self._runs):
-            saved -= each.kept * each.repeats
+            saved -= (each.kept - each.sent) * each.repeats
             for live in sums.before_backward(each):
-                yield MomentBytes(saved + each.kept * each.repeats, 0, live, 0, sums.sums)
+                here = saved + fetched + (each.kept - each.sent) * each.repeats
+                yield MomentBytes(here, 0, live, 0, sums.sums)
+            if not each.is_root:
+                fetched = max(sent.pop() if sent else 0, each.sent * (each.repeats > 1))
             moments = each.largest_moments if self.storage.kind == "flat" and not each.is_head else each.moments
             for moment in moments if each.repeats == 1 else ():
                 done = each.saved - moment.left
                 kept = each.kept if each.recomputed else moment.left
                 waiting = 0 if each.is_head and moment.left >= tied else tied
                 recomputed = max(0, each.recomputed - done)
-                kept += saved + waiting
+                kept += saved + fetched + waiting
                 yield MomentBytes(kept, recomputed, sums.in_kernel(moment), moment.workspace, sums.sums)
                 for live in sums.after_kernel(each, moment):
                     yield MomentBytes(kept, recomputed, live, 0, sums.sums)
             for live in sums.after_backward(each):
-                yield MomentBytes(saved, 0, live, 0, sums.sums)
+                yield MomentBytes(saved + fetched, 0, live, 0, sums.sums)
         for live in sums.end():
             yield MomentBytes(0, 0, live, 0, sums.sums)
 
@@ -483,6 +504,7 @@ def _bytes_of_block(
         block,
         kept,
         kept_as_first,
+        0,
         saved,
         recomputed,
         forward_workspace(block, shape, dtype, splits_vocabulary=splits_vocabulary),
@@ -500,6 +522,7 @@ def stage_peaks(
     stages: Sequence[range],
     storage: GradientStorage,
     splits_vocabulary: bool = False,
+    offloads: bool = False,
 ) -> list[StagePeaks]:
     """The bytes of each stage of the model of a rank; `policies` are those of all blocks."""
     parts = [spec] if len(stages) == 1 else [*map(spec.on_stage, stages)]
@@ -513,6 +536,7 @@ def stage_peaks(
             splits_vocabulary=splits_vocabulary,
             is_first=index == 0,
             is_last=index == last,
+            offloads=offloads,
         ).peaks()
         for index, (part, blocks) in enumerate(zip(parts, stages, strict=True))
     ]

@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes
+from motet.memory.policy_choice import Place
 from motet.models.spec.layer_specs import MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.layout import Layout
@@ -20,6 +21,7 @@ from motet.train.memory_check.step_prediction import (
     bytes_elsewhere,
     knows_activations,
     model_spec,
+    predict_host_activations,
     predict_timeline,
 )
 
@@ -40,8 +42,13 @@ def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
     parts, is_exact = layout.dims.size(TENSOR_DIMENSION), knows_activations(job)
     # Tensor-parallel ranks, which are neighbours, keep the same numbers of bytes.
     timelines = {part: predict_timeline(job, plan, layout, rank=part) for part in {rank // parts for rank in ranks}}
-    places = partial(bytes_elsewhere, plan, job.precision.resolved, job.optimizer)
-    return [StepMemory(rank, None, timelines[rank // parts], is_exact, places(rank=rank // parts)) for rank in ranks]
+    places = {part: _places_of_rank(job, plan, layout, rank=part) for part in timelines}
+    return [StepMemory(rank, None, timelines[rank // parts], is_exact, places[rank // parts]) for rank in ranks]
+
+
+def _places_of_rank(job: Job, plan: StepPlan, layout: Layout, *, rank: int) -> dict[Place, int]:
+    activations = predict_host_activations(job, plan, layout, rank=rank).peak_bytes
+    return bytes_elsewhere(plan, job.precision.resolved, job.optimizer, rank=rank, activations=activations)
 
 
 def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
@@ -129,6 +136,8 @@ def _settings_to_try(job: Job, ranks: int) -> Iterator[Sequence[str]]:
     yield [f"layout.tp={degree}" for degree in takewhile(lambda degree: degree <= ranks, degrees)]
     counts = (layout.sharding.microbatches << power for power in range(1, rows.bit_length()))
     yield [f"layout.microbatches={count}" for count in takewhile(lambda count: count <= rows, counts)]
+    if job.memory.activations == "device" and job.memory.recompute != "auto":
+        yield ["memory.activations=host"]
     if job.memory.optimizer == "device":
         yield ["memory.optimizer=host"]
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby, zip_longest
 from typing import Any
 
 from motet.cluster.host_limits import MemoryLimit
@@ -31,6 +32,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.step_plan.sent_activations import HostActivations, sent_sizes
 from motet.parallel.step_plan.stage_memory import GradientStorage, MomentBytes, StagePeaks, stage_peaks, sums_of_others
 from motet.parallel.step_plan.traffic import host_link_bytes, state_files
 from motet.precision.recipe import PrecisionRecipe
@@ -42,15 +44,21 @@ MAX_PROPOSED_RANKS = 1024
 
 
 def memory_need(
-    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, place: Place = "device"
+    plan: StepPlan,
+    recipe: PrecisionRecipe,
+    optimizer: OptimizerSettings,
+    *,
+    rank: int,
+    place: Place = "device",
+    activations: int = 0,
 ) -> MemoryNeed:
-    """The need of a rank in one place."""
+    """The need of a rank in one place; the host has this many bytes of activations at the end of a forward."""
     moments = optimizer.moments_per_parameter
     state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank).in_place(place, plan.states)
     if place != "device":
         sums = host_link_bytes(plan, recipe, rank=rank).to_host if place == "host" else 0
         need = {"master parameters": state.masters, "moments": state.moments, "gradients that were sent": sums}
-        return {name: size for name, size in need.items() if size}
+        return _with_activations({name: size for name, size in need.items() if size}, activations)
     return {
         "parameters": state.parameters,
         "master parameters": state.masters,
@@ -61,26 +69,44 @@ def memory_need(
     }
 
 
+_ACTIVATIONS = "activations on the host"
+_IN_BACKWARD = "gradients that were sent", "gathered and unreduced tensors"
+
+
+def _with_activations(need: MemoryNeed, activations: int) -> MemoryNeed:
+    """The need with activations, which are complete at the end of a forward; what backward makes is freed then."""
+    if activations <= sum(need.get(name, 0) for name in _IN_BACKWARD):
+        return need
+    return {**{name: size for name, size in need.items() if name not in _IN_BACKWARD}, _ACTIVATIONS: activations}
+
+
 def bytes_elsewhere(
-    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int
+    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, activations: int = 0
 ) -> dict[Place, int]:
-    """The bytes that a rank keeps on its host, buffers of files included, and on disk."""
+    """The bytes that a rank keeps on its host, buffers of files included, and on disk. At the end of a forward the host
+    has this many bytes of activations."""
     files: tuple[FileLayout, ...] = ()
     if plan.states == "disk":
         files = state_files(plan, recipe, moment_kinds=optimizer.moment_kinds, rank=rank)
-    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host").values())
+    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host", activations=activations).values())
     buffers = sum(layout.memory_bytes for layout in files)
     return {"host": host + buffers, "disk": sum(layout.update_bytes for layout in files)}
 
 
 def _need_in_places(
-    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, places: Sequence[Place]
+    plan: StepPlan,
+    recipe: PrecisionRecipe,
+    optimizer: OptimizerSettings,
+    *,
+    rank: int,
+    places: Sequence[Place],
+    activations: int,
 ) -> MemoryNeed:
     """The need of a rank in several places together."""
     total = Counter[str]()
     for place in places:
         total.update(memory_need(plan, recipe, optimizer, rank=rank, place=place))
-    return dict(total)
+    return _with_activations(dict(total), activations if "host" in places else 0)
 
 
 def memory_problem(
@@ -131,12 +157,17 @@ def layout_memory_problem(
     limits: Iterable[MemoryLimit],
     rank: int | None = None,
     places: Sequence[Place] = ("device", "host"),
+    activations_on_host: Callable[[int], int] = lambda rank: 0,
 ) -> str:
     """A sentence if the local ranks of a layout need more than a limit allows; `rank` is this one. The limits are those
-    of the memory of these places, by default of CPU ranks, whose device is the host."""
+    of the memory of these places, by default of CPU ranks, whose device is the host; `activations_on_host` are the
+    bytes of a rank."""
     count = plan.dims.ranks  # Independent replicas need the same
-    distinct = {local % count for local in local_ranks}
-    needs = {local: _need_in_places(plan, recipe, optimizer, rank=local, places=places) for local in distinct}
+    sent = {local: activations_on_host(local) for local in {local % count for local in local_ranks}}
+    needs = {
+        local: _need_in_places(plan, recipe, optimizer, rank=local, places=places, activations=size)
+        for local, size in sent.items()
+    }
 
     def propose(available: int) -> list[str]:
         """The first layout of stage 3 in which no rank needs more."""
@@ -155,7 +186,9 @@ def layout_memory_problem(
                 states=plan.states,
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
-            need_of = partial(_need_in_places, made, recipe, optimizer, places=places)
+            need_of = partial(
+                _need_in_places, made, recipe, optimizer, places=places, activations=max(sent.values(), default=0)
+            )
             needed = max(sum(need_of(rank=first).values()) for first in first_ranks)
             if needed <= available:
                 ranks = f" on {made.dims.ranks} ranks" * bool(power)
@@ -274,15 +307,16 @@ def predict_timeline(
     rank %= plan.dims.ranks
     need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
-    saved, peaks = dict[int, list[StorageLife]](), dict[int, StagePeaks]()
+    saved, peaks = dict[int, list[_SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
         shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
         chosen = policies or predicted_policies(job, spec)
-        saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute)
+        how: dict[str, Any] = {"offloads": job.memory.activations == "host"}
+        saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute, **how)
         stages = plan.model_sharding.stages or (range(spec.policy_count),)
         storage, splits = gradient_storage(job, layout), job.layout.dims.size(TENSOR_DIMENSION) > 1
         peaks = dict(
-            enumerate(stage_peaks(spec, shape, chosen, stages=stages, storage=storage, splits_vocabulary=splits))
+            enumerate(stage_peaks(spec, shape, chosen, stages=stages, storage=storage, splits_vocabulary=splits, **how))
         )
     gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
     factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
@@ -296,6 +330,29 @@ def predict_timeline(
     if gathers:  # A step begins by freeing the gradients of the one before
         state = [replace(life, born=drawing.first_gradient * (life.category == "gradients")) for life in state]
     return MemoryTimeline((*state, *drawing.lives), tuple(drawing.phases), drawing.moment)
+
+
+def predict_host_activations(
+    job: Job,
+    plan: StepPlan,
+    layout: Layout,
+    *,
+    rank: int,
+    policies: Sequence[BlockPolicy] = (),
+    is_packed: bool = False,
+) -> HostActivations:
+    """The activations of a rank on its host, with the same arguments; none where the sizes of a model are not known."""
+    spec, rank = model_spec(job), rank % plan.dims.ranks
+    if spec is None or job.memory.activations == "device":
+        return HostActivations()
+    shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
+    chosen = policies or predicted_policies(job, spec)
+    dtype = job.precision.resolved.compute
+    saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=dtype, offloads=True)
+    drawing, actions = _StepDrawing(saved, {}, _factors_of_weight_gradients(spec)), _actions_of_rank(plan, layout, rank)
+    for action in actions:
+        drawing.add(action)
+    return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
@@ -329,12 +386,18 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
 
 
 def _saved_by_stage(
-    plan: StepPlan, spec: ModelSpec, shape: MicroBatchShape, *, policies: Sequence[BlockPolicy], dtype: str
-) -> dict[int, list[StorageLife]]:
+    plan: StepPlan,
+    spec: ModelSpec,
+    shape: MicroBatchShape,
+    *,
+    policies: Sequence[BlockPolicy],
+    dtype: str,
+    offloads: bool,
+) -> dict[int, list["_SavedLife"]]:
     """The tensors that one micro-batch leaves for the backward of each stage: in a pipeline the output too."""
-    sharding = plan.model_sharding
+    sharding, saved_lives = plan.model_sharding, partial(_saved_lives, dtype=dtype, offloads=offloads)
     if not sharding.stages:
-        return {0: _saved_lives(spec, shape, policies, dtype=dtype)}
+        return {0: saved_lives(spec, shape, policies, is_first=True)}
     parts, sizes = [spec.on_stage(blocks) for blocks in sharding.stages], _sizes_by_name(shape)
     outputs = [border.activation_bytes for border in border_traffic(sharding, sizes, compute=dtype)]
     if not sharding.wires:  # Before the split is proven: the input of the next block
@@ -342,7 +405,7 @@ def _saved_by_stage(
         outputs = [block_input.bytes(shape, dtype) for block_input in first_inputs]
     saved = {}
     for stage, (part, blocks) in enumerate(zip(parts, sharding.stages, strict=True)):
-        lives = _saved_lives(part, shape, policies[blocks.start : blocks.stop], dtype=dtype)
+        lives = saved_lives(part, shape, policies[blocks.start : blocks.stop], is_first=stage == 0)
         output = [_saved_life("output of the stage", outputs[stage])] if stage < len(outputs) else []
         saved[stage] = lives + output
     return saved
@@ -353,14 +416,43 @@ def _sizes_by_name(shape: MicroBatchShape) -> dict[str, int]:
 
 
 def _saved_lives(
-    spec: ModelSpec, shape: MicroBatchShape, policies: Sequence[BlockPolicy], *, dtype: str
-) -> list[StorageLife]:
-    sizes = ((tensor.name, tensor.bytes(shape, dtype)) for tensor in spec.saved(policies))
-    return [_saved_life(name, size) for name, size in sizes if size]
+    spec: ModelSpec,
+    shape: MicroBatchShape,
+    policies: Sequence[BlockPolicy],
+    *,
+    dtype: str,
+    offloads: bool,
+    is_first: bool,
+) -> list["_SavedLife"]:
+    lives = list[_SavedLife]()
+    for block, tensors in spec.saved_by_block(policies):
+        is_received = not is_first and block == 0
+        sent = sent_sizes(tensors, shape, dtype, is_received=is_received) if offloads and block is not None else []
+        for tensor, sent_bytes in zip_longest(tensors, sent, fillvalue=0):
+            assert not isinstance(tensor, int)
+            if size := tensor.bytes(shape, dtype):
+                lives.append(_saved_life(tensor.name, size, block, is_sent=sent_bytes > 0))
+    return lives
 
 
-def _saved_life(name: str, size: int) -> StorageLife:
-    return StorageLife("saved activations", size, 0, None, name)
+def _saved_life(name: str, size: int, block: int | None = None, *, is_sent: bool = False) -> "_SavedLife":
+    return _SavedLife(StorageLife("saved activations", size, 0, None, name), block, is_sent)
+
+
+@dataclass(eq=False)
+class _SavedLife:
+    """A tensor that is saved for backward."""
+
+    life: StorageLife
+    block: int | None  # None: outside of blocks
+    is_sent: bool = False  # The host has it from the end of the next block to its backward
+    is_on_device: bool = True
+    has_copy: bool = False  # On the host
+
+    @property
+    def here(self) -> int:
+        """Its bytes on the device."""
+        return self.life.size * self.is_on_device
 
 
 def _actions_of_rank(plan: StepPlan, layout: Layout, rank: int) -> list[PipelineAction]:
@@ -384,48 +476,101 @@ def _factors_of_weight_gradients(spec: ModelSpec) -> frozenset[str]:
 class _StepDrawing:
     """Adds the forwards and backwards of a rank to a timeline."""
 
-    saved: Mapping[int, Sequence[StorageLife]]  # Saved tensors by stage
+    saved: Mapping[int, Sequence[_SavedLife]]  # Saved tensors by stage
     peaks: Mapping[int, StagePeaks]  # Peaks by stage
     factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
-    transient: int
-    gradients: int  # Bytes of gradients that are state from the first backward on
-    gathers: bool  # Parameters are gathered in forwards too
+    transient: int = 0
+    gradients: int = 0  # Bytes of gradients that are state from the first backward on
+    gathers: bool = False  # Parameters are gathered in forwards too
     lives: list[StorageLife] = field(default_factory=list)
     phases: list[StepPhase] = field(default_factory=list)
     moment: int = 0
     first_gradient: int = 0  # The moment in which a backward has ended
-    _open: dict[tuple[int, int], list[StorageLife]] = field(default_factory=dict)
+    host: HostActivations = HostActivations()
+    _open: dict[tuple[int, int], list[_SavedLife]] = field(default_factory=dict)
+    _leaving: list[_SavedLife] = field(default_factory=list)  # Tensors of the last block, which can be sent
+    _on_host: int = 0
 
     def add(self, action: PipelineAction) -> None:
         """Add what an action makes, and what it frees."""
         start, key = self.moment, (action.stage, action.microbatch)
         self.moment += 1
-        kept, peaks = list[StorageLife](), self.peaks.get(action.stage)
         if action.kind == "F":
-            for life in self.saved.get(action.stage, ()):
-                self.moment += 1
-                kept.append(replace(life, born=self.moment))
-            if peaks is not None:
-                self._add_peak(action.stage, peaks.forward, peaks.kept)
-        before = self._open.pop(key, [])
-        left, is_drawn = sum(life.size for life in before), peaks is None or action.kind in ("F", "W")
-        for life in reversed(before):
-            if peaks is not None and not is_drawn and left - life.size < peaks.backward.saved:
-                self._add_peak(action.stage, peaks.backward, left)
-                is_drawn = True
-            if action.kind == "I" and life.operator in self.factors:
-                kept.insert(0, life)
-                continue
-            left -= life.size
-            self.moment += 1
-            self.lives.append(replace(life, freed=self.moment))
-        self._open[key] = kept
-        if action.kind != "F":
+            self._open[key] = self._forward(action.stage)
+        else:
+            self._open[key] = self._backward(action, self._open.pop(key, []))
             self.first_gradient = self.first_gradient or self.moment
             self.moment += 1
             if self.transient:
                 self.lives.append(StorageLife("gathered or unreduced", self.transient, self.moment - 1, self.moment))
         self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
+
+    def _forward(self, stage: int) -> list[_SavedLife]:
+        """The tensors that a forward saves. When a block ends, those of the block before it leave the device."""
+        kept, peaks = list[_SavedLife](), self.peaks.get(stage)
+        for block, saved in groupby(self.saved.get(stage, ()), key=lambda each: each.block):
+            made = list[_SavedLife]()
+            for each in saved:
+                self.moment += 1
+                made.append(replace(each, life=replace(each.life, born=self.moment)))
+            kept += made
+            if block is not None:
+                self._leave(self._leaving)
+                self._leaving = [each for each in made if each.is_sent]
+        if peaks is not None:
+            self._add_peak(stage, peaks.forward, peaks.kept)
+        return kept
+
+    def _backward(self, action: PipelineAction, before: list[_SavedLife]) -> list[_SavedLife]:
+        """Free the tensors of a forward; returns those that are left. When the backward of a block begins, the tensors
+        of the block before it come to the device."""
+        kept, peaks, blocks = list[_SavedLife](), self.peaks.get(action.stage), dict[int, list[_SavedLife]]()
+        for each in before:
+            blocks.setdefault(-1 if each.block is None else each.block, []).append(each)
+        last = blocks[max(blocks)] if before else []
+        if not any(each is other for each in self._leaving[:1] for other in last):
+            self._leave(self._leaving)
+        self._leaving, current = [], len(before) and max(blocks) + 1
+        left, is_drawn = sum(each.here for each in before), peaks is None or action.kind in ("F", "W")
+        for each in reversed(before):
+            if each.block is not None and each.block != current:
+                current = each.block
+                left += self._fetch([*blocks[current], *blocks.get(current - 1, ())])
+            if peaks is not None and not is_drawn and left - each.here < peaks.backward.saved:
+                self._add_peak(action.stage, peaks.backward, left)
+                is_drawn = True
+            self._on_host -= each.life.size * each.has_copy
+            each.has_copy = False
+            if action.kind == "I" and each.life.operator in self.factors:
+                kept.insert(0, each)
+                continue
+            left -= each.here
+            self._free(each)
+        return kept
+
+    def _fetch(self, saved: Sequence[_SavedLife]) -> int:
+        """Bring tensors to the device that are not there; returns their bytes."""
+        size = 0
+        for each in (each for each in saved if each.has_copy and not each.is_on_device):
+            self.moment += 1
+            each.life, each.is_on_device = replace(each.life, born=self.moment), True
+            size += each.life.size
+        self.host = replace(self.host, to_device=self.host.to_device + size)
+        return size
+
+    def _leave(self, saved: Sequence[_SavedLife]) -> None:
+        """Send tensors to the host, and free them on the device."""
+        for each in saved:
+            self._free(each)
+            each.has_copy = True
+            self._on_host += each.life.size
+            to_host, peak = self.host.to_host + each.life.size, max(self.host.peak_bytes, self._on_host)
+            self.host = replace(self.host, to_host=to_host, peak_bytes=peak)
+
+    def _free(self, each: _SavedLife) -> None:
+        self.moment += 1
+        each.is_on_device = False
+        self.lives.append(replace(each.life, freed=self.moment))
 
     def _add_peak(self, stage: int, live: MomentBytes, kept: int) -> None:
         """Draw the moment of a pass in which the rank has most bytes, while `kept` bytes of saved tensors are alive."""
