@@ -69,6 +69,12 @@ class ModelSpec:
         return tuple(operation for operation in operations if isinstance(operation, AttentionSpec))
 
     @cached_property
+    def has_tied_head(self) -> bool:
+        """Whether its output head reads the table of its embedding, whose gradient waits for that of the embedding."""
+        names = {parameter.name for block in self.blocks for parameter in block.layer.parameters}
+        return "embedding.weight" in names and "head.weight" not in names
+
+    @cached_property
     def inner_widths(self) -> frozenset[int]:
         """The features of feed-forward networks that tensor-parallel ranks split."""
         products = (each for block in self.blocks for each in block.layer.operations if isinstance(each, MatmulSpec))

@@ -21,7 +21,6 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.step_plan.sent_activations import sent_sizes
 from motet.precision.recipe import PrecisionRecipe
 
-_TABLE = "embedding.weight"
 _SINGLE_BLOCKS = {"flat": 1, "buckets": 2, "rows": 2}  # Blocks that are single at both ends of many equal ones
 
 
@@ -475,8 +474,7 @@ class StageBlocks:
 
     def _tied_gradient(self) -> int:
         """The gradient of a tied output head, which waits for that of the embedding."""
-        names = {parameter.name for block in self.spec.blocks for parameter in block.layer.parameters}
-        if _TABLE not in names or "head.weight" in names:
+        if not self.spec.has_tied_head:
             return 0
         saved = (tensor for block in self.spec.blocks for tensor in block.layer.saved)
         return sum(tensor.bytes(self.shape, self.dtype) for tensor in saved if tensor.kernel == "fused head")

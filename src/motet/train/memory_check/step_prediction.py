@@ -19,7 +19,7 @@ from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
-from motet.memory.policy_choice import Place, fixed_policies
+from motet.memory.policy_choice import MIN_SENT_BYTES, Place, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
@@ -431,12 +431,13 @@ def _saved_lives(
         for tensor, sent_bytes in zip_longest(tensors, sent, fillvalue=0):
             assert not isinstance(tensor, int)
             if size := tensor.bytes(shape, dtype):
-                lives.append(_saved_life(tensor.name, size, block, is_sent=sent_bytes > 0))
+                waits = tensor.kernel == "fused head" and spec.has_tied_head
+                lives.append(_saved_life(tensor.name, size, block, waits=waits, is_sent=sent_bytes > 0))
     return lives
 
 
-def _saved_life(name: str, size: int, block: int | None = None, *, is_sent: bool = False) -> "_SavedLife":
-    return _SavedLife(StorageLife("saved activations", size, 0, None, name), block, is_sent)
+def _saved_life(name: str, size: int, block: int | None = None, **more: bool) -> "_SavedLife":
+    return _SavedLife(StorageLife("saved activations", size, 0, None, name), block, **more)
 
 
 @dataclass(eq=False)
@@ -445,6 +446,7 @@ class _SavedLife:
 
     life: StorageLife
     block: int | None  # None: outside of blocks
+    waits: bool = False  # Until backward ends
     is_sent: bool = False  # The host has it from the end of the next block to its backward
     is_on_device: bool = True
     has_copy: bool = False  # On the host
@@ -506,20 +508,24 @@ class _StepDrawing:
         self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
 
     def _forward(self, stage: int) -> list[_SavedLife]:
-        """The tensors that a forward saves. When a block ends, those of the block before it leave the device."""
-        kept, peaks = list[_SavedLife](), self.peaks.get(stage)
+        """The tensors that a forward saves. When a block ends, whose output the next one saves, the tensors of the
+        block before it leave the device."""
+        kept, peaks, leaving = list[_SavedLife](), self.peaks.get(stage), list[_SavedLife]()
         for block, saved in groupby(self.saved.get(stage, ()), key=lambda each: each.block):
             made = list[_SavedLife]()
             for each in saved:
                 self.moment += 1
                 made.append(replace(each, life=replace(each.life, born=self.moment)))
+                if each.life.size >= MIN_SENT_BYTES:  # The output of the block before
+                    self._leave(leaving)
+                    leaving = []
             kept += made
             if block is not None:
-                self._leave(self._leaving)
-                self._leaving = [each for each in made if each.is_sent]
+                leaving, self._leaving = self._leaving, [each for each in made if each.is_sent]
+        self._leave(leaving)
         if peaks is not None:
             self._add_peak(stage, peaks.forward, peaks.kept)
-        return kept
+        return sorted(kept, key=lambda each: not each.waits)  # Backward frees them in reverse
 
     def _backward(self, action: PipelineAction, before: list[_SavedLife]) -> list[_SavedLife]:
         """Free the tensors of a forward; returns those that are left. When the backward of a block begins, the tensors
