@@ -116,6 +116,11 @@ class _ShownMemory:
             "memory": [_rank_report(memory) for memory in self.memories],
         }
 
+    @property
+    def _kept_by_host(self) -> str:
+        kept = {"the optimizer": self.job.memory.optimizer, "activations": self.job.memory.activations}
+        return " and ".join(name for name, place in kept.items() if place != "device")
+
     def picture(self) -> str:
         """The first ranks as they were measured, and the prediction for the first of them."""
         memories = self.memories
@@ -141,7 +146,7 @@ class _ShownMemory:
         if any(memory.elsewhere.values()):
             host, disk = (format_bytes(memory.elsewhere[place]) for place in ("host", "disk"))
             files = f", and {disk} in files" * bool(memory.elsewhere["disk"])
-            yield f"Its host is predicted to keep {host} for the optimizer{files}."
+            yield f"Its host is predicted to keep {host} for {self._kept_by_host}{files}."
         for name, size in self.lines_at.items():
             left, text = size - max(peaks), f"the {name} of {format_bytes(size)}"
             is_within = f"That is within {text}, of which {format_bytes(left)} are left."

@@ -30,6 +30,11 @@ def planned_step(
             f"memory.optimizer = {job.memory.optimizer!r} cannot be planned yet: the planner knows steps whose states "
             "lie on the device; leave it out"
         )
+    if job.memory.activations != "device":
+        raise InputError(
+            f"memory.activations = {job.memory.activations!r} cannot be planned yet: the planner knows steps whose "
+            "activations lie on the device; leave it out"
+        )
     return PlannedStep(
         model or known_model(job),
         row.length,

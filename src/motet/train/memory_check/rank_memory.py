@@ -3,7 +3,7 @@
 Both work for any module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,9 +36,11 @@ def check_rank_memory(
     recipe: PrecisionRecipe,
     optimizer: OptimizerSettings,
     group: RankGroup,
+    activations_on_host: Callable[[int], int] = lambda rank: 0,
 ) -> None:
-    """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use. A rehearsal does not
-    know the limits of ranks, which run on other machines."""
+    """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use;
+    `activations_on_host` are the bytes of a rank. A rehearsal does not know the limits of ranks, which run on other
+    machines."""
     if group.device.type == "meta":
         return
     if group.device.type == "cpu":
@@ -56,6 +58,7 @@ def check_rank_memory(
         optimizer=optimizer,
         local_ranks=group.local_ranks or range(group.rank, group.rank + 1),
         rank=group.rank,
+        activations_on_host=activations_on_host,
     )
     if group.device.type == "cpu":
         problem = find_problem(limits=limits)
