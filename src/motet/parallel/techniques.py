@@ -83,7 +83,7 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + + + + + + q + + + + + + n n + + +
 + + + + + + g + + + b d d + + + + + n n + + + +
 + + + + + + g + + + b d d + + + + + n n + + x = +
-+ + + + + + + + + + + + + + + + + + n n + + + + + +
++ + + + + + + + + + + y + + + + + + n n + + + + + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -117,6 +117,7 @@ REFUSALS: dict[str, str] = {
     "b": "independent replicas average masters on their devices",
     "d": "the states of a parameter server lie in the memory of its processes",
     "x": "pieces of a file have one dtype for all parameters",
+    "y": "workers of server processes keep the activations of whole models on their devices",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

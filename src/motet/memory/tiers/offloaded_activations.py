@@ -183,6 +183,11 @@ class BlockCall:
         self._tensors = weakref.WeakSet[SavedTensor]()
         self._storages = weakref.WeakValueDictionary[int, _SavedStorage]()
         self._parameters: set[int] | None = None
+        self.arguments = list[weakref.ref[Any]]()  # Storages of tensors that are arguments
+
+    def has_argument(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares the storage of an argument."""
+        return any(ref() is storage_and_key(part)[0] for part in self._owner.parts(tensor) for ref in self.arguments)
 
     @property
     def previous(self) -> "BlockCall | None":
@@ -203,9 +208,10 @@ class BlockCall:
         self._tensors.add(saved)
         return saved
 
-    def keep(self, arguments: Iterable[Tensor]) -> None:
-        """Leave the storages of these arguments, which others hold anyway, on the device."""
-        keys = {storage_key(each) for each in arguments}.intersection(self._storages.keys())
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of these tensors, which others hold anyway, on the device."""
+        keys = {storage_key(part) for tensor in tensors for part in self._owner.parts(tensor)}
+        keys.intersection_update(self._storages.keys())
         for saved in [*self._tensors] if keys else ():
             if saved.storage is not None and saved.storage.key in keys:
                 saved.storage = None
@@ -251,7 +257,7 @@ class OffloadedActivations:
         self._latest: weakref.ref[BlockCall] | None = None
         self._in_backward: weakref.ref[BlockCall] | None = None
         self._on_device = weakref.WeakSet[BlockCall]()
-        self._of_forward = weakref.WeakValueDictionary[int, _SavedStorage]()  # Storages of this forward
+        self._storages_of_forward = weakref.WeakValueDictionary[int, _SavedStorage]()
 
     @contextmanager
     def saving(self, index: int, arguments: object) -> Iterator[BlockCall]:
@@ -259,16 +265,20 @@ class OffloadedActivations:
         latest = None if self._latest is None else self._latest()
         is_first = latest is None or self._in_backward is not None or index in self._starts or index < latest.index
         if is_first:
-            self._of_forward.clear()
+            self._storages_of_forward.clear()
         self._in_backward = None
-        call = BlockCall(self, index, self._names[index], None if is_first else latest)
+        call, inputs = BlockCall(self, index, self._names[index], None if is_first else latest), [*_inputs_in(arguments)]
+        call.arguments = [weakref.ref(storage_and_key(part)[0]) for tensor in inputs for part in self.parts(tensor)]
+        shared = [] if is_first or latest is None else [part for part in inputs if latest.has_argument(part)]
+        if latest is not None:
+            latest.keep(shared)
         del latest
         for other in [*self._on_device]:
             other.send()
         self._on_device.add(call)
         with saved_tensors_hooks(call.pack, SavedTensor.unpack):
             yield call
-        call.keep(each for each in _tensors_in(arguments) if each.is_leaf or not each.requires_grad)
+        call.keep([*shared, *_held_by_others(arguments)])
         self._leave_but(call)
         self._latest = weakref.ref(call)
 
@@ -294,12 +304,15 @@ class OffloadedActivations:
         tensors: list[Tensor | None] = [*self._blocks[index].parameters(), *self._blocks[index].buffers()]
         for part in self._outside:
             tensors += [*own_parameters(part).values(), *own_buffers(part).values()]
-        on_meta = self.link.device.type == "meta"
-        return {storage_key(part) for tensor in tensors for part in tensors_with_memory(tensor, on_meta=on_meta)}
+        return {storage_key(part) for tensor in tensors for part in self.parts(tensor)}
+
+    def parts(self, tensor: Tensor | None) -> Iterator[Tensor]:
+        """The tensors with memory that a wrapper holds, or the tensor."""
+        return tensors_with_memory(tensor, on_meta=self.link.device.type == "meta")
 
     def may_leave(self, tensor: Tensor) -> bool:
         """Whether it is a tensor of the device that is large enough."""
-        parts = [*tensors_with_memory(tensor, on_meta=self.link.device.type == "meta")]
+        parts = [*self.parts(tensor)]
         return (
             len(parts) == 1
             and parts[0] is tensor  # No wrapper
@@ -310,21 +323,31 @@ class OffloadedActivations:
 
     def storage_of(self, tensor: Tensor, key: int) -> _SavedStorage:
         """The storage of a tensor, which another block of this forward may have saved too."""
-        storage = self._of_forward.get(key)
+        storage = self._storages_of_forward.get(key)
         if storage is None or not storage.is_same(tensor):
-            storage = self._of_forward[key] = _SavedStorage(tensor, self.link)
+            storage = self._storages_of_forward[key] = _SavedStorage(tensor, self.link)
         storage.hold(tensor)
         return storage
 
 
-def _tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in nested containers, and in objects such as masks."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, list | tuple | set):
-        for each in value:
-            yield from _tensors_in(each, depth - 1)
-    elif depth and isinstance(value, dict):
-        yield from _tensors_in([*value.values()], depth)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-        yield from _tensors_in([*vars(value).values()], depth - 1)
+def _inputs_in(arguments: object) -> Iterator[Tensor]:
+    """The tensors of nested arguments that something with a gradient has made."""
+    if isinstance(arguments, Tensor):
+        if arguments.requires_grad and not arguments.is_leaf:
+            yield arguments
+    elif isinstance(arguments, list | tuple | dict):
+        for each in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _inputs_in(each)
+
+
+def _held_by_others(arguments: object, depth: int = 4, *, is_shared: bool = False) -> Iterator[Tensor]:
+    """The arguments of a block that others hold until backward, in nested containers: leaves of autograd, tensors
+    without a gradient, and tensors in objects such as a mask."""
+    if isinstance(arguments, Tensor):
+        if is_shared or arguments.is_leaf or not arguments.requires_grad:
+            yield arguments
+    elif depth and isinstance(arguments, list | tuple | set | dict):
+        for each in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _held_by_others(each, depth - 1, is_shared=is_shared)
+    elif depth and hasattr(arguments, "__dict__") and not isinstance(arguments, nn.Module | type):
+        yield from _held_by_others(vars(arguments), depth - 1, is_shared=True)

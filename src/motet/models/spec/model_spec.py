@@ -110,22 +110,23 @@ class ModelSpec:
 
     def saved(self, policies: Sequence[BlockPolicy] | None = None) -> Iterator[SavedActivation | SavedAttentionMatrix]:
         """The tensors that are kept at the end of a forward pass."""
-        for _, tensors in self.saved_by_block(policies):
+        for *_, tensors in self.saved_by_block(policies):
             yield from tensors
 
     def saved_by_block(
         self, policies: Sequence[BlockPolicy] | None = None
-    ) -> Iterator[tuple[int | None, tuple[SavedActivation | SavedAttentionMatrix, ...]]]:
-        """The same by the block that keeps them, of those that recomputation can choose; None: outside of them."""
+    ) -> Iterator[tuple[BlockSpec, int | None, tuple[SavedActivation | SavedAttentionMatrix, ...]]]:
+        """The same by the block that keeps them, with its number among those that recomputation can choose, if it is
+        one."""
         chosen = [*policies] if policies else [_NOT_RECOMPUTED] * self.policy_count
         is_recomputed, index = any(policy != "none" for policy in chosen), 0
         for block in self.blocks:
-            yield None, block.arguments if is_recomputed else ()
+            yield block, None, block.arguments if is_recomputed else ()
             for repetition in range(block.repeat):
                 if block.input is None:
-                    yield None, block.saved("none", is_first=repetition == 0)
+                    yield block, None, block.saved("none", is_first=repetition == 0)
                     continue
-                yield index, block.saved(chosen[index], is_first=repetition == 0)
+                yield block, index, block.saved(chosen[index], is_first=repetition == 0)
                 index += 1
 
     def on_rank(self, tensor: int, *, sequence: bool = False) -> "ModelSpec":

@@ -12,15 +12,12 @@ from motet.models.spec.layer_specs import MicroBatchShape, SavedActivation, Save
 
 
 def sent_sizes(
-    tensors: Sequence[SavedActivation | SavedAttentionMatrix],
-    shape: MicroBatchShape,
-    dtype: str,
-    *,
-    is_received: bool = False,
+    tensors: Sequence[SavedActivation | SavedAttentionMatrix], shape: MicroBatchShape, dtype: str, *, received: int = 0
 ) -> list[int]:
-    """The bytes that travel of each tensor that a block saves. The first one is its input, which may be received."""
+    """The bytes that travel of each tensor that a block saves; `received` are those of an input that others hold."""
     sizes = [tensor.bytes(shape, dtype) for tensor in tensors]
-    return [size * (size >= MIN_SENT_BYTES and not (is_received and i == 0)) for i, size in enumerate(sizes)]
+    held = sizes.index(received) if received in sizes else None
+    return [size * (size >= MIN_SENT_BYTES and i != held) for i, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True)

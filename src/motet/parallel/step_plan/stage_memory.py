@@ -428,7 +428,8 @@ class StageBlocks:
         if block.input is None or not self.offloads:
             return 0
         tensors = block.saved(policy, is_first=is_first)
-        return sum(sent_sizes(tensors, self.shape, self.dtype, is_received=is_received))
+        received = block.input.bytes(self.shape, self.dtype) * is_received
+        return sum(sent_sizes(tensors, self.shape, self.dtype, received=received))
 
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
         how: dict[str, Any] = {"policy": policy, "splits_vocabulary": self.splits_vocabulary}

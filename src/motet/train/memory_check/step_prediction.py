@@ -425,9 +425,10 @@ def _saved_lives(
     is_first: bool,
 ) -> list["_SavedLife"]:
     lives = list[_SavedLife]()
-    for block, tensors in spec.saved_by_block(policies):
+    for block_spec, block, tensors in spec.saved_by_block(policies):
         is_received = not is_first and block == 0
-        sent = sent_sizes(tensors, shape, dtype, is_received=is_received) if offloads and block is not None else []
+        received = block_spec.input.bytes(shape, dtype) if is_received and block_spec.input else 0
+        sent = sent_sizes(tensors, shape, dtype, received=received) if offloads and block is not None else []
         for tensor, sent_bytes in zip_longest(tensors, sent, fillvalue=0):
             assert not isinstance(tensor, int)
             if size := tensor.bytes(shape, dtype):
@@ -521,6 +522,7 @@ class _StepDrawing:
                     leaving = []
             kept += made
             if block is not None:
+                self._leave(leaving)
                 leaving, self._leaving = self._leaving, [each for each in made if each.is_sent]
         self._leave(leaving)
         if peaks is not None:
