@@ -16,7 +16,10 @@ from train.runs import small_job
 STEPS = 2
 SIZES = "vocab_size=260, context=128, layers=4, hidden=64, heads=4"
 DECODER = [f"model={{family='decoder', {SIZES}, kv_heads=2, ffn_hidden=128}}"]
-T5 = [f"model={{family='encoder-decoder', {SIZES.replace('260', '359')}, ffn_hidden=128}}", "data.objective=spans"]
+T5 = [
+    f"model={{family='encoder-decoder', {SIZES.replace('260', '359')}, ffn_hidden=128, dropout=0.1}}",
+    *("data.objective=spans", "data.batch_sequences=48"),
+]
 SHAPE = ["data.sequence_length=128", "data.batch_sequences=8", "precision.recipe=fp32"]
 
 
