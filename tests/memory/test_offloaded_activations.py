@@ -23,7 +23,10 @@ STEPS = 3
 SIZES = "vocab_size=260, context=128, layers=4, hidden=64, heads=4"
 MODELS = {
     "decoder": [f"model={{family='decoder', {SIZES}, kv_heads=2, ffn_hidden=128}}"],
-    "t5": [f"model={{family='encoder-decoder', {SIZES.replace('260', '359')}, ffn_hidden=128}}", "data.objective=spans"],
+    "t5": [
+        f"model={{family='encoder-decoder', {SIZES.replace('260', '359')}, ffn_hidden=128}}",
+        "data.objective=spans",
+    ],
 }
 SHAPE = ["data.sequence_length=128", "data.batch_sequences=8"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -240,7 +243,10 @@ def test_a_change_in_place_is_noticed_as_by_autograd(at: int, before_its_end: bo
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         module(input_rows()).sum().backward()
     named = at if at >= 0 else 2
-    with offloading(module), pytest.raises(InputError, match=rf"the block layers.{named} saves .* \[256, 64\] .* place"):
+    with (
+        offloading(module),
+        pytest.raises(InputError, match=rf"the block layers.{named} saves .* \[256, 64\] .* place"),
+    ):
         module(input_rows()).sum().backward()
     module.at = 1
     for layer in module.layers:
@@ -251,7 +257,7 @@ def test_a_change_in_place_is_noticed_as_by_autograd(at: int, before_its_end: bo
 
 def test_a_change_of_a_parameter_in_place_is_noticed() -> None:
     module = Tower(Squares, 3)
-    with offloading(module), pytest.raises(InputError, match="the block layers.1 saves a tensor of shape"):
+    with offloading(module), pytest.raises(InputError, match=r"the block layers.1 saves a tensor of shape"):
         loss = module(input_rows()).sum()
         with torch.no_grad():
             module.layers[1].linear.weight.mul_(2)
@@ -259,9 +265,11 @@ def test_a_change_of_a_parameter_in_place_is_noticed() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InputError, match="memory.activations = 'host': Linear has no blocks .* to keep the activations"):
+    with pytest.raises(
+        InputError, match=r"memory.activations = 'host': Linear has no blocks .* to keep the activations"
+    ):
         recompute_blocks(nn.Linear(2, 2), MemorySettings(activations="host"), device=CPU)
-    with pytest.raises(ValueError, match="recompute = 'auto' chooses by the bytes that blocks keep on the device"):
+    with pytest.raises(ValueError, match=r"recompute = 'auto' chooses by the bytes that blocks keep on the device"):
         MemorySettings(activations="host", recompute="auto", budget=1 << 30)
 
 

@@ -8,7 +8,6 @@ import pytest
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
-from motet.train.memory_check.step_memory import measure_on_group
 from motet.train.memory_check.step_prediction import predict_host_activations
 from ranks import Ranks
 from train.runs import small_job

@@ -218,8 +218,8 @@ class MemorySettings(FrozenSettings):
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
         if self.recompute == "auto" and self.activations == "host":
             raise ValueError(
-                "recompute = 'auto' chooses by the bytes that blocks keep on the device, and activations = 'host' keeps "
-                "them elsewhere; set recompute to none, selective, full or every-k, or leave activations out"
+                "recompute = 'auto' chooses by the bytes that blocks keep on the device, and activations = 'host' "
+                "keeps them elsewhere; set recompute to none, selective, full or every-k, or leave activations out"
             )
         if self.budget is not None and self.device_limit is not None and self.budget > self.device_limit:
             raise ValueError(

@@ -21,7 +21,6 @@ from motet.memory.policy_choice import Place
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import MOMENTS, CommUnitAction, UnitSchedule, sharded_states
 from motet.parallel.layout import Layout, parse_layout, resolve_dims
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ShardRule

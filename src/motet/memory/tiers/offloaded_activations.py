@@ -11,7 +11,6 @@ Autograd does not compare the versions of tensors that it saves by hooks, so it 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -176,7 +175,7 @@ class SavedTensor:
 class BlockCall:
     """The tensors that one call of a block saves. It lives as long as one of them, which autograd frees one by one."""
 
-    def __init__(self, owner: "OffloadedActivations", index: int, name: str, previous: "BlockCall | None") -> None:
+    def __init__(self, owner: "OffloadedActivations", *, index: int, name: str, previous: "BlockCall | None") -> None:
         """`previous` is the call of a block before it in the same forward."""
         self.index, self.name, self._owner = index, name, owner
         self._previous = None if previous is None else weakref.ref(previous)
@@ -267,12 +266,13 @@ class OffloadedActivations:
         if is_first:
             self._storages_of_forward.clear()
         self._in_backward = None
-        call, inputs = BlockCall(self, index, self._names[index], None if is_first else latest), [*_inputs_in(arguments)]
+        previous, inputs = None if is_first else latest, [*_inputs_in(arguments)]
+        call = BlockCall(self, index=index, name=self._names[index], previous=previous)
         call.arguments = [weakref.ref(storage_and_key(part)[0]) for tensor in inputs for part in self.parts(tensor)]
-        shared = [] if is_first or latest is None else [part for part in inputs if latest.has_argument(part)]
-        if latest is not None:
-            latest.keep(shared)
-        del latest
+        shared = [] if previous is None else [part for part in inputs if previous.has_argument(part)]
+        if previous is not None:
+            previous.keep(shared)
+        del latest, previous
         for other in [*self._on_device]:
             other.send()
         self._on_device.add(call)

@@ -116,8 +116,7 @@ class ModelSpec:
     def saved_by_block(
         self, policies: Sequence[BlockPolicy] | None = None
     ) -> Iterator[tuple[BlockSpec, int | None, tuple[SavedActivation | SavedAttentionMatrix, ...]]]:
-        """The same by the block that keeps them, with its number among those that recomputation can choose, if it is
-        one."""
+        """The same by the block that keeps them, with its number if recomputation can choose it."""
         chosen = [*policies] if policies else [_NOT_RECOMPUTED] * self.policy_count
         is_recomputed, index = any(policy != "none" for policy in chosen), 0
         for block in self.blocks:

@@ -22,7 +22,7 @@ def sent_sizes(
 
 @dataclass(frozen=True)
 class HostActivations:
-    """The activations of a rank on its host: the most bytes in a moment, and those that travel in a step."""
+    """The activations of a rank on its host: the most bytes in a moment, and the bytes that travel in a step."""
 
     peak_bytes: int = 0
     to_host: int = 0

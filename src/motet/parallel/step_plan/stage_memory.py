@@ -367,8 +367,7 @@ class StageBlocks:
 
     @property
     def kept(self) -> int:
-        """Bytes that one micro-batch leaves for its backward, with the tensors sent to the next stage. The host may have
-        those of all blocks but the last."""
+        """Bytes that one micro-batch leaves for its backward on the device, with the tensors sent to the next stage."""
         stays = sum((each.kept - each.sent) * each.repeats for each in self._runs)
         last = next((each.sent for each in reversed(self._runs) if not each.is_root), 0)
         return self._arguments + stays + last + self._stream * (not self.is_last)
@@ -417,19 +416,14 @@ class StageBlocks:
                 each = policy_bytes[chosen[index]]
                 kept = each.kept if index else each.kept_as_first
                 count = together if index == _SINGLE_BLOCKS[self.storage.kind] else 1
-                sent = self._sent(block, chosen[index], is_first=index == 0, is_received=is_received)
+                received = block.input.bytes(self.shape, self.dtype) if block.input and is_received else 0
+                tensors = block.saved(chosen[index], is_first=not index) if block.input and self.offloads else ()
+                sent = sum(sent_sizes(tensors, self.shape, self.dtype, received=received))
                 how: dict[str, Any] = {"block_id": block.first_index + index, "repeats": count}
                 runs.append(each._replace(block=block, kept=kept, sent=sent, **how))
                 is_received = is_received and block.input is None
                 index += count
         return tuple(runs)
-
-    def _sent(self, block: BlockSpec, policy: BlockPolicy, *, is_first: bool, is_received: bool) -> int:
-        if block.input is None or not self.offloads:
-            return 0
-        tensors = block.saved(policy, is_first=is_first)
-        received = block.input.bytes(self.shape, self.dtype) * is_received
-        return sum(sent_sizes(tensors, self.shape, self.dtype, received=received))
 
     def _bytes(self, block: BlockSpec, policy: BlockPolicy) -> BlockBytes:
         how: dict[str, Any] = {"policy": policy, "splits_vocabulary": self.splits_vocabulary}
@@ -448,16 +442,15 @@ class StageBlocks:
 
     def _backward(self, sums: _FlatSums, saved: int) -> Iterator[MomentBytes]:
         tied = self._tied_gradient()
-        sent = [each.sent for each in self._runs if not each.is_root]
-        fetched = sent.pop() if sent else 0  # Bytes of the block before, which are fetched
+        sent = [0, *(each.sent for each in self._runs if not each.is_root)]
+        fetched = sent.pop()  # Bytes of the block before, which are fetched
         saved -= fetched
         for each in reversed(self._runs):
             saved -= (each.kept - each.sent) * each.repeats
             for live in sums.before_backward(each):
                 here = saved + fetched + (each.kept - each.sent) * each.repeats
                 yield MomentBytes(here, 0, live, 0, sums.sums)
-            if not each.is_root:
-                fetched = max(sent.pop() if sent else 0, each.sent * (each.repeats > 1))
+            fetched = fetched if each.is_root else max(sent.pop(), each.sent * (each.repeats > 1))
             moments = each.largest_moments if self.storage.kind == "flat" and not each.is_head else each.moments
             for moment in moments if each.repeats == 1 else ():
                 done = each.saved - moment.left

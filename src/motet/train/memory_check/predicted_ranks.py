@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 
 from motet.core.errors import InputError, check_input

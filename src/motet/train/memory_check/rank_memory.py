@@ -24,7 +24,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup, refuse_together
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.recipe import PrecisionRecipe
-from motet.train.memory_check.step_prediction import layout_memory_problem
+from motet.train.memory_check.step_prediction import LimitedPlaces, layout_memory_problem
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 
@@ -58,13 +58,13 @@ def check_rank_memory(
         optimizer=optimizer,
         local_ranks=group.local_ranks or range(group.rank, group.rank + 1),
         rank=group.rank,
-        activations_on_host=activations_on_host,
     )
+    places = partial(LimitedPlaces, activations_on_host=activations_on_host)
     if group.device.type == "cpu":
-        problem = find_problem(limits=limits)
+        problem = find_problem(limits=limits, places=places(("device", "host")))
     else:
-        problem = find_problem(limits=limits, places=("device",))
-        problem = problem or find_problem(limits=read_memory_limits(0), places=("host",))
+        problem = find_problem(limits=limits, places=places(("device",)))
+        problem = problem or find_problem(limits=read_memory_limits(0), places=places(("host",)))
     refuse_together(problem, group)
 
 

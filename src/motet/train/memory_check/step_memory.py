@@ -82,9 +82,7 @@ def compare_with_prediction(
     how: dict[str, Any] = {"policies": policies, "is_packed": is_packed}
     predicted = predict_timeline(job, engine.plan, layout, rank=rank, **how)
     activations = predict_host_activations(job, engine.plan, layout, rank=rank, **how).peak_bytes
-    elsewhere = bytes_elsewhere(
-        engine.plan, job.precision.resolved, job.optimizer, rank=rank, activations=activations
-    )
+    elsewhere = bytes_elsewhere(engine.plan, job.precision.resolved, job.optimizer, rank=rank, activations=activations)
     return StepMemory(engine.group.rank, timeline, predicted, knows_activations(job), elsewhere)
 
 

@@ -147,6 +147,17 @@ def memory_problem(
     )
 
 
+@dataclass(frozen=True)
+class LimitedPlaces:
+    """The places about whose memory a limit is, and the bytes of activations that a rank has on its host."""
+
+    names: Sequence[Place]
+    activations_on_host: Callable[[int], int] = lambda rank: 0
+
+
+CPU_PLACES = LimitedPlaces(("device", "host"))
+
+
 def layout_memory_problem(
     plan: StepPlan,
     layout: Layout,
@@ -156,16 +167,14 @@ def layout_memory_problem(
     local_ranks: range,
     limits: Iterable[MemoryLimit],
     rank: int | None = None,
-    places: Sequence[Place] = ("device", "host"),
-    activations_on_host: Callable[[int], int] = lambda rank: 0,
+    places: LimitedPlaces = CPU_PLACES,
 ) -> str:
     """A sentence if the local ranks of a layout need more than a limit allows; `rank` is this one. The limits are those
-    of the memory of these places, by default of CPU ranks, whose device is the host; `activations_on_host` are the
-    bytes of a rank."""
+    of the memory of these places, by default of CPU ranks, whose device is the host."""
     count = plan.dims.ranks  # Independent replicas need the same
-    sent = {local: activations_on_host(local) for local in {local % count for local in local_ranks}}
+    sent = {local: places.activations_on_host(local) for local in {local % count for local in local_ranks}}
     needs = {
-        local: _need_in_places(plan, recipe, optimizer, rank=local, places=places, activations=size)
+        local: _need_in_places(plan, recipe, optimizer, rank=local, places=places.names, activations=size)
         for local, size in sent.items()
     }
 
@@ -187,7 +196,7 @@ def layout_memory_problem(
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
             need_of = partial(
-                _need_in_places, made, recipe, optimizer, places=places, activations=max(sent.values(), default=0)
+                _need_in_places, made, recipe, optimizer, places=places.names, activations=max(sent.values())
             )
             needed = max(sum(need_of(rank=first).values()) for first in first_ranks)
             if needed <= available:
@@ -489,7 +498,7 @@ class _StepDrawing:
     phases: list[StepPhase] = field(default_factory=list)
     moment: int = 0
     first_gradient: int = 0  # The moment in which a backward has ended
-    host: HostActivations = HostActivations()
+    host: HostActivations = field(default_factory=HostActivations)
     _open: dict[tuple[int, int], list[_SavedLife]] = field(default_factory=dict)
     _leaving: list[_SavedLife] = field(default_factory=list)  # Tensors of the last block, which can be sent
     _on_host: int = 0
@@ -530,7 +539,7 @@ class _StepDrawing:
         return sorted(kept, key=lambda each: not each.waits)  # Backward frees them in reverse
 
     def _backward(self, action: PipelineAction, before: list[_SavedLife]) -> list[_SavedLife]:
-        """Free the tensors of a forward; returns those that are left. When the backward of a block begins, the tensors
+        """Free the tensors of a forward; returns what is left. When the backward of a block begins, the tensors
         of the block before it come to the device."""
         kept, peaks, blocks = list[_SavedLife](), self.peaks.get(action.stage), dict[int, list[_SavedLife]]()
         for each in before:

@@ -103,10 +103,11 @@ def plan_of_module(
             states=settings.memory.optimizer,
         )
 
-
     def activations_on_host(rank: int) -> int:
         """The bytes of a rank, where the sizes of the model and of its batches are known."""
-        return predict_host_activations(settings, plan, layout, rank=rank).peak_bytes if isinstance(settings, Job) else 0
+        return (
+            predict_host_activations(settings, plan, layout, rank=rank).peak_bytes if isinstance(settings, Job) else 0
+        )
 
     check_rank_memory(
         module,
