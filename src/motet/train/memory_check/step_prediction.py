@@ -11,6 +11,7 @@ A need is a lower bound, without activations: the bytes that a process holds at 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -328,8 +329,8 @@ def predict_timeline(
             enumerate(stage_peaks(spec, shape, chosen, stages=stages, storage=storage, splits_vocabulary=splits, **how))
         )
     gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
-    factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
-    actions = _actions_of_rank(plan, layout, rank)
+    factors = _factors_of_weight_gradients(spec) if spec is not None else {}
+    actions = _actions_of_rank(job, plan, layout, rank=rank)
     peaks = {action.stage: peaks[action.stage] for action in actions if action.stage in peaks}
     in_forward = _gradients_of_forward(plan, spec, rank=rank) if spec is not None and knows_activations(job) else ()
     transient = peak_transient_bytes(plan, job.precision.resolved, rank=rank, saved_gradients=in_forward)
@@ -358,7 +359,7 @@ def predict_host_activations(
     chosen = policies or predicted_policies(job, spec)
     dtype = job.precision.resolved.compute
     saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=dtype, offloads=True)
-    drawing, actions = _StepDrawing(saved, {}, _factors_of_weight_gradients(spec)), _actions_of_rank(plan, layout, rank)
+    drawing, actions = _StepDrawing(saved, {}, _factors_of_weight_gradients(spec)), _actions_of_rank(job, plan, layout, rank=rank)
     for action in actions:
         drawing.add(action)
     return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
@@ -467,21 +468,36 @@ class _SavedLife:
         return self.life.size * self.is_on_device
 
 
-def _actions_of_rank(plan: StepPlan, layout: Layout, rank: int) -> list[PipelineAction]:
-    """The computations of a rank in their order; a rank without a pipeline alternates forwards and backwards."""
+def _actions_of_rank(job: Job, plan: StepPlan, layout: Layout, *, rank: int) -> list[PipelineAction]:
+    """The computations of a rank in their order; a rank without a pipeline alternates forwards and backwards. The last
+    backward of a stage may send the gradient of its input before it computes those of weights."""
     count = layout.sharding.microbatches
-    if plan.model_sharding.stages:
-        index = plan.dims.coordinates(rank)[PIPELINE_DIMENSION]
-        return [*layout.pipeline_schedule(count).compute_actions[index]]
-    shown = range(min(count, _SHOWN_MICROBATCHES))
-    return [PipelineAction(kind, 0, microbatch) for microbatch in shown for kind in ("F", "B")]
+    if not plan.model_sharding.stages:
+        shown = range(min(count, _SHOWN_MICROBATCHES))
+        return [PipelineAction(kind, 0, microbatch) for microbatch in shown for kind in ("F", "B")]
+    schedule, index = layout.pipeline_schedule(count), plan.dims.coordinates(rank)[PIPELINE_DIMENSION]
+    is_by_row = layout.sharding.reproducible_batch_size is not None
+    early = gradient_storage(job, layout).kind == "flat" and not is_by_row
+    return [
+        part
+        for action in schedule.compute_actions[index]
+        for part in (
+            (action._replace(kind="I"), action._replace(kind="W"))
+            if early and action in schedule.sent_last_backwards
+            else (action,)
+        )
+    ]
 
 
-def _factors_of_weight_gradients(spec: ModelSpec) -> frozenset[str]:
-    """The saved tensors that weight gradients need, which may be computed after the gradients of inputs."""
+def _factors_of_weight_gradients(spec: ModelSpec) -> dict[str, Fraction]:
+    """The saved tensors that weight gradients need, which may be computed after the gradients of inputs; and the bytes
+    of the gradient of an output for each byte of them."""
     operations = (operation for block in spec.blocks for operation in block.layer.operations)
-    products = (operation.parameter for operation in operations if isinstance(operation, MatmulSpec))
-    return frozenset(f"{parameter.removesuffix('.weight')}.input" for parameter in products)
+    products = (operation for operation in operations if isinstance(operation, MatmulSpec))
+    return {
+        f"{each.parameter.removesuffix('.weight')}.input": Fraction(each.out_features, each.in_features)
+        for each in products
+    }
 
 
 @dataclass
@@ -490,7 +506,8 @@ class _StepDrawing:
 
     saved: Mapping[int, Sequence[_SavedLife]]  # Saved tensors by stage
     peaks: Mapping[int, StagePeaks]  # Peaks by stage
-    factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
+    # Saved tensors that weight gradients need after a backward of inputs, with their bytes of gradients of outputs
+    factors: Mapping[str, Fraction]
     transient: int = 0
     gradients: int = 0  # Bytes of gradients that are state from the first backward on
     gathers: bool = False  # Parameters are gathered in forwards too
@@ -501,6 +518,7 @@ class _StepDrawing:
     host: HostActivations = field(default_factory=HostActivations)
     _open: dict[tuple[int, int], list[_SavedLife]] = field(default_factory=dict)
     _leaving: list[_SavedLife] = field(default_factory=list)  # Tensors of the last block, which can be sent
+    _gradients: dict[tuple[int, int], list[StorageLife]] = field(default_factory=dict)  # They wait for those of weights
     _on_host: int = 0
 
     def add(self, action: PipelineAction) -> None:
@@ -552,17 +570,27 @@ class _StepDrawing:
         for each in reversed(before):
             if each.block is not None and each.block != current:
                 current = each.block
+                if peaks is not None and action.kind == "I" and current == min(blocks.keys() - {-1}):
+                    self._add_peak(action.stage, peaks.backward, peaks.backward.saved)  # Factors of others wait by now
                 left += self._fetch([*blocks[current], *blocks.get(current - 1, ())])
-            if peaks is not None and not is_drawn and left - each.here < peaks.backward.saved:
+            is_last = each is before[0]
+            if peaks is not None and not is_drawn and (left - each.here < peaks.backward.saved <= left or is_last):
                 self._add_peak(action.stage, peaks.backward, left)
                 is_drawn = True
             self._on_host -= each.life.size * each.has_copy
             each.has_copy = False
             if action.kind == "I" and each.life.operator in self.factors:
                 kept.insert(0, each)
+                size = int(each.life.size * self.factors[each.life.operator])
+                self._gradients.setdefault((action.stage, action.microbatch), []).append(
+                    StorageLife("workspace", size, self.moment, None, each.life.operator)
+                )
                 continue
             left -= each.here
             self._free(each)
+        if action.kind == "W":
+            waited = self._gradients.pop((action.stage, action.microbatch), [])
+            self.lives += [replace(life, freed=self.moment) for life in waited]
         return kept
 
     def _fetch(self, saved: Sequence[_SavedLife]) -> int:
