@@ -115,10 +115,13 @@ def _remedies(job: Job, ranks: int, *, peak: int) -> str:
             helpful.append(next((each for each in lower if each[0] <= limit), min(lower)))
     if fitting := [f"set {setting}, which takes {format_bytes(left)}" for left, setting in helpful if left <= limit]:
         return ", or ".join([*fitting, "raise the limit"])
+    names, together = "", float("inf")
+    for count in range(2, len(helpful) + 1):
+        used = [setting for _, setting in helpful[:count]]
+        names, together = " and ".join(used), _peak_with(job, ranks, used)
+        if together <= limit:
+            return f"set {names}, which together take {format_bytes(together)}, or raise the limit"
     names = " and ".join(setting for _, setting in helpful)
-    together = _peak_with(job, ranks, [setting for _, setting in helpful])
-    if together <= limit:
-        return f"set {names}, which together take {format_bytes(together)}, or raise the limit"
     least = min([together, *(left for left, _ in helpful)])
     still = f"with {names} it takes {format_bytes(least)} still; " if helpful else ""
     return f"{still}raise the limit, use more ranks, or take a smaller model"
@@ -135,10 +138,10 @@ def _settings_to_try(job: Job, ranks: int) -> Iterator[Sequence[str]]:
     yield [f"layout.tp={degree}" for degree in takewhile(lambda degree: degree <= ranks, degrees)]
     counts = (layout.sharding.microbatches << power for power in range(1, rows.bit_length()))
     yield [f"layout.microbatches={count}" for count in takewhile(lambda count: count <= rows, counts)]
-    if job.memory.activations == "device" and job.memory.recompute != "auto":
-        yield ["memory.activations=host"]
     if job.memory.optimizer == "device":
         yield ["memory.optimizer=host"]
+    if job.memory.activations == "device" and job.memory.recompute != "auto":
+        yield ["memory.activations=host"]
 
 
 def _peak_with(job: Job, ranks: int, settings: list[str]) -> float:

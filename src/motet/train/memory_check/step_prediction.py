@@ -359,7 +359,10 @@ def predict_host_activations(
     chosen = policies or predicted_policies(job, spec)
     dtype = job.precision.resolved.compute
     saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=dtype, offloads=True)
-    drawing, actions = _StepDrawing(saved, {}, _factors_of_weight_gradients(spec)), _actions_of_rank(job, plan, layout, rank=rank)
+    drawing, actions = (
+        _StepDrawing(saved, {}, _factors_of_weight_gradients(spec)),
+        _actions_of_rank(job, plan, layout, rank=rank),
+    )
     for action in actions:
         drawing.add(action)
     return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
