@@ -138,7 +138,7 @@ def test_a_limit_that_a_step_passes_holds_with_activations_on_the_host(tmp_path:
     with pytest.raises(InputError, match=f"set memory.*activations=host, which takes {format_bytes(on_host)}"):
         check_device_limit(limited(limit), 1)
     folder = f"run.folder={tmp_path / 'run'}"
-    run, summary = motet.run(limited(limit, "memory.activations=host", folder))
+    run, _ = motet.run(limited(limit, "memory.activations=host", folder))
     free, _ = motet.run(small_job(tmp_path, *words, f"run.folder={tmp_path / 'free'}"))
     assert [step.loss for step in motet.read_steps(run / "events.jsonl")] == [
         step.loss for step in motet.read_steps(free / "events.jsonl")
@@ -177,6 +177,7 @@ def test_a_layout_report_has_the_bytes_of_activations(tmp_path: Path) -> None:
     assert host["host_bytes"] == memory.elsewhere["host"]
 
 
+@pytest.mark.proof
 def test_a_rehearsal_sends_activations_of_meta_tensors(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "motet", "train", "tiny", "--rehearse", "--ranks", "4", "layout.zero=2", "--json"]
     peaks = []

@@ -198,11 +198,8 @@ class BlockCall:
             self._parameters = self._owner.keys_of_parameters(self.index)
         storage = None
         if self._owner.may_leave(tensor) and (key := storage_key(tensor)) not in self._parameters:
-            storage = self._storages.get(key)
-            if storage is None or not storage.is_same(tensor):
-                storage = self._owner.storage_of(tensor, key)
-                storage.calls.add(id(self))
-                self._storages[key] = storage
+            storage = self._storages[key] = self._owner.storage_of(tensor, key)
+            storage.calls.add(id(self))
         saved = SavedTensor(self, tensor, storage)
         self._tensors.add(saved)
         return saved

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
-from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
-from motet.memory.policy_choice import MIN_SENT_BYTES, Place, fixed_policies
+from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StorageLife
+from motet.memory.policy_choice import Place, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
@@ -30,14 +30,14 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
-from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.sent_activations import HostActivations, sent_sizes
-from motet.parallel.step_plan.stage_memory import GradientStorage, MomentBytes, StagePeaks, stage_peaks, sums_of_others
+from motet.parallel.step_plan.stage_memory import GradientStorage, StagePeaks, stage_peaks
 from motet.parallel.step_plan.traffic import host_link_bytes, state_files
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.job import Job, computed_shape
+from motet.train.memory_check.step_drawing import SavedLife, StepDrawing
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 MemoryNeed = Mapping[str, int]  # Category -> bytes of one process, besides the process itself
@@ -317,7 +317,7 @@ def predict_timeline(
     rank %= plan.dims.ranks
     need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
-    saved, peaks = dict[int, list[_SavedLife]](), dict[int, StagePeaks]()
+    saved, peaks = dict[int, list[SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
         shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
         chosen = policies or predicted_policies(job, spec)
@@ -334,7 +334,7 @@ def predict_timeline(
     peaks = {action.stage: peaks[action.stage] for action in actions if action.stage in peaks}
     in_forward = _gradients_of_forward(plan, spec, rank=rank) if spec is not None and knows_activations(job) else ()
     transient = peak_transient_bytes(plan, job.precision.resolved, rank=rank, saved_gradients=in_forward)
-    drawing = _StepDrawing(saved, peaks, factors, transient, need["gradients"], gathers)
+    drawing = StepDrawing(saved, peaks, factors, transient, need["gradients"], gathers)
     for action in actions:
         drawing.add(action)
     if gathers:  # A step begins by freeing the gradients of the one before
@@ -360,7 +360,7 @@ def predict_host_activations(
     dtype = job.precision.resolved.compute
     saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=dtype, offloads=True)
     drawing, actions = (
-        _StepDrawing(saved, {}, _factors_of_weight_gradients(spec)),
+        StepDrawing(saved, {}, _factors_of_weight_gradients(spec)),
         _actions_of_rank(job, plan, layout, rank=rank),
     )
     for action in actions:
@@ -406,7 +406,7 @@ def _saved_by_stage(
     policies: Sequence[BlockPolicy],
     dtype: str,
     offloads: bool,
-) -> dict[int, list["_SavedLife"]]:
+) -> dict[int, list[SavedLife]]:
     """The tensors that one micro-batch leaves for the backward of each stage: in a pipeline the output too."""
     sharding, saved_lives = plan.model_sharding, partial(_saved_lives, dtype=dtype, offloads=offloads)
     if not sharding.stages:
@@ -436,8 +436,8 @@ def _saved_lives(
     dtype: str,
     offloads: bool,
     is_first: bool,
-) -> list["_SavedLife"]:
-    lives = list[_SavedLife]()
+) -> list[SavedLife]:
+    lives = list[SavedLife]()
     for block_spec, block, tensors in spec.saved_by_block(policies):
         is_received = not is_first and block == 0
         received = block_spec.input.bytes(shape, dtype) if is_received and block_spec.input else 0
@@ -450,25 +450,8 @@ def _saved_lives(
     return lives
 
 
-def _saved_life(name: str, size: int, block: int | None = None, **more: bool) -> "_SavedLife":
-    return _SavedLife(StorageLife("saved activations", size, 0, None, name), block, **more)
-
-
-@dataclass(eq=False)
-class _SavedLife:
-    """A tensor that is saved for backward."""
-
-    life: StorageLife
-    block: int | None  # None: outside of blocks
-    waits: bool = False  # Until backward ends
-    is_sent: bool = False  # The host has it from the end of the next block to its backward
-    is_on_device: bool = True
-    has_copy: bool = False  # On the host
-
-    @property
-    def here(self) -> int:
-        """Its bytes on the device."""
-        return self.life.size * self.is_on_device
+def _saved_life(name: str, size: int, block: int | None = None, **more: bool) -> SavedLife:
+    return SavedLife(StorageLife("saved activations", size, 0, None, name), block, **more)
 
 
 def _actions_of_rank(job: Job, plan: StepPlan, layout: Layout, *, rank: int) -> list[PipelineAction]:
@@ -501,131 +484,3 @@ def _factors_of_weight_gradients(spec: ModelSpec) -> dict[str, Fraction]:
         f"{each.parameter.removesuffix('.weight')}.input": Fraction(each.out_features, each.in_features)
         for each in products
     }
-
-
-@dataclass
-class _StepDrawing:
-    """Adds the forwards and backwards of a rank to a timeline."""
-
-    saved: Mapping[int, Sequence[_SavedLife]]  # Saved tensors by stage
-    peaks: Mapping[int, StagePeaks]  # Peaks by stage
-    # Saved tensors that weight gradients need after a backward of inputs, with their bytes of gradients of outputs
-    factors: Mapping[str, Fraction]
-    transient: int = 0
-    gradients: int = 0  # Bytes of gradients that are state from the first backward on
-    gathers: bool = False  # Parameters are gathered in forwards too
-    lives: list[StorageLife] = field(default_factory=list)
-    phases: list[StepPhase] = field(default_factory=list)
-    moment: int = 0
-    first_gradient: int = 0  # The moment in which a backward has ended
-    host: HostActivations = field(default_factory=HostActivations)
-    _open: dict[tuple[int, int], list[_SavedLife]] = field(default_factory=dict)
-    _leaving: list[_SavedLife] = field(default_factory=list)  # Tensors of the last block, which can be sent
-    _gradients: dict[tuple[int, int], list[StorageLife]] = field(default_factory=dict)  # They wait for those of weights
-    _on_host: int = 0
-
-    def add(self, action: PipelineAction) -> None:
-        """Add what an action makes, and what it frees."""
-        start, key = self.moment, (action.stage, action.microbatch)
-        self.moment += 1
-        if action.kind == "F":
-            self._open[key] = self._forward(action.stage)
-        else:
-            self._open[key] = self._backward(action, self._open.pop(key, []))
-            self.first_gradient = self.first_gradient or self.moment
-            self.moment += 1
-            if self.transient:
-                self.lives.append(StorageLife("gathered or unreduced", self.transient, self.moment - 1, self.moment))
-        self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
-
-    def _forward(self, stage: int) -> list[_SavedLife]:
-        """The tensors that a forward saves. When a block ends, whose output the next one saves, the tensors of the
-        block before it leave the device."""
-        kept, peaks, leaving = list[_SavedLife](), self.peaks.get(stage), list[_SavedLife]()
-        for block, saved in groupby(self.saved.get(stage, ()), key=lambda each: each.block):
-            made = list[_SavedLife]()
-            for each in saved:
-                self.moment += 1
-                made.append(replace(each, life=replace(each.life, born=self.moment)))
-                if each.life.size >= MIN_SENT_BYTES:  # The output of the block before
-                    self._leave(leaving)
-                    leaving = []
-            kept += made
-            if block is not None:
-                self._leave(leaving)
-                leaving, self._leaving = self._leaving, [each for each in made if each.is_sent]
-        self._leave(leaving)
-        if peaks is not None:
-            self._add_peak(stage, peaks.forward, peaks.kept)
-        return sorted(kept, key=lambda each: not each.waits)  # Backward frees them in reverse
-
-    def _backward(self, action: PipelineAction, before: list[_SavedLife]) -> list[_SavedLife]:
-        """Free the tensors of a forward; returns what is left. When the backward of a block begins, the tensors
-        of the block before it come to the device."""
-        kept, peaks, blocks = list[_SavedLife](), self.peaks.get(action.stage), dict[int, list[_SavedLife]]()
-        for each in before:
-            blocks.setdefault(-1 if each.block is None else each.block, []).append(each)
-        last = blocks[max(blocks)] if before else []
-        if not any(each is other for each in self._leaving[:1] for other in last):
-            self._leave(self._leaving)
-        self._leaving, current = [], len(before) and max(blocks) + 1
-        left, is_drawn = sum(each.here for each in before), peaks is None or action.kind in ("F", "W")
-        for each in reversed(before):
-            if each.block is not None and each.block != current:
-                current = each.block
-                if peaks is not None and action.kind == "I" and current == min(blocks.keys() - {-1}):
-                    self._add_peak(action.stage, peaks.backward, peaks.backward.saved)  # Factors of others wait by now
-                left += self._fetch([*blocks[current], *blocks.get(current - 1, ())])
-            is_last = each is before[0]
-            if peaks is not None and not is_drawn and (left - each.here < peaks.backward.saved <= left or is_last):
-                self._add_peak(action.stage, peaks.backward, left)
-                is_drawn = True
-            self._on_host -= each.life.size * each.has_copy
-            each.has_copy = False
-            if action.kind == "I" and each.life.operator in self.factors:
-                kept.insert(0, each)
-                size = int(each.life.size * self.factors[each.life.operator])
-                self._gradients.setdefault((action.stage, action.microbatch), []).append(
-                    StorageLife("workspace", size, self.moment, None, each.life.operator)
-                )
-                continue
-            left -= each.here
-            self._free(each)
-        if action.kind == "W":
-            waited = self._gradients.pop((action.stage, action.microbatch), [])
-            self.lives += [replace(life, freed=self.moment) for life in waited]
-        return kept
-
-    def _fetch(self, saved: Sequence[_SavedLife]) -> int:
-        """Bring tensors to the device that are not there; returns their bytes."""
-        size = 0
-        for each in (each for each in saved if each.has_copy and not each.is_on_device):
-            self.moment += 1
-            each.life, each.is_on_device = replace(each.life, born=self.moment), True
-            size += each.life.size
-        self.host = replace(self.host, to_device=self.host.to_device + size)
-        return size
-
-    def _leave(self, saved: Sequence[_SavedLife]) -> None:
-        """Send tensors to the host, and free them on the device."""
-        for each in saved:
-            self._free(each)
-            each.has_copy = True
-            self._on_host += each.life.size
-            to_host, peak = self.host.to_host + each.life.size, max(self.host.peak_bytes, self._on_host)
-            self.host = replace(self.host, to_host=to_host, peak_bytes=peak)
-
-    def _free(self, each: _SavedLife) -> None:
-        self.moment += 1
-        each.is_on_device = False
-        self.lives.append(replace(each.life, freed=self.moment))
-
-    def _add_peak(self, stage: int, live: MomentBytes, kept: int) -> None:
-        """Draw the moment of a pass in which the rank has most bytes, while `kept` bytes of saved tensors are alive."""
-        self.moment += 1
-        parts: dict[Category, int] = {"recomputed activations": live.recomputed}
-        sums, state = live.gradients + sums_of_others(self.peaks, stage), self.gradients if self.first_gradient else 0
-        parts["gathered or unreduced"] = live.gathered + max(0, sums - state)
-        parts["workspace"] = max(0, live.total - kept - live.recomputed - live.gathered - live.gradients)
-        born, self.moment = self.moment, self.moment + 1
-        self.lives += [StorageLife(category, size, born, self.moment) for category, size in parts.items() if size]
