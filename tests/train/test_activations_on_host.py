@@ -25,6 +25,7 @@ from ranks import Ranks
 from train.runs import small_job
 
 STEPS = 2
+BATCH_BYTES = 2 * 8 * 8 * 128  # Tokens and targets
 SIZES = "vocab_size=260, context=128, layers=4, hidden=64, heads=4"
 DECODER = [f"model={{family='decoder', {SIZES}, kv_heads=2, ffn_hidden=128}}"]
 T5 = [
@@ -116,7 +117,7 @@ def test_the_peak_of_the_device_is_predicted(ranks: Ranks, tmp_path: Path, world
         peaks = ranks.run(world, measured_and_predicted, job, timeout_s=120)
         for measured, predicted, measured_saved, predicted_saved in peaks:
             assert abs(measured / predicted - 1) < 0.025
-            assert abs(measured_saved / predicted_saved - 1) < 0.02
+            assert abs(measured_saved - predicted_saved) < 0.02 * predicted_saved + BATCH_BYTES
         if place == "device":
             on_device = peaks
     assert peaks[0][0] < on_device[0][0] and peaks[0][2] < 0.75 * on_device[0][2]
