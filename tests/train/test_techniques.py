@@ -132,6 +132,10 @@ REFUSED_BY_THE_TABLE = {
             "reproducible layouts": "with run.reproducible = 'layout': a shard group of one rank exchanges no partial",
         }.items()
     },
+    (
+        "activations on the host",
+        "parameter server of processes",
+    ): "layout.data = 'parameter_server': workers of server processes keep the activations of whole models on their",
     ("states on disk", "compact moments"): "precision.moment_dtype = '8bit': pieces of a file have one dtype for all",
     **{
         ("loss scaling", other): text

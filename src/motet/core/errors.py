@@ -83,8 +83,8 @@ class RankFailedError(MotetError):
 
 DEVICE_MEMORY_REMEDIES = (
     "recompute activations (memory.recompute), use smaller micro-batches (layout.microbatches), shard more "
-    '(layout.zero, layout.tp), or keep the optimizer on the host (memory.optimizer = "host"), and at stage 3 '
-    'parameters (memory.parameters = "host")'
+    '(layout.zero, layout.tp), or keep the optimizer or activations on the host (memory.optimizer = "host", '
+    'memory.activations = "host"), and at stage 3 parameters (memory.parameters = "host")'
 )
 
 

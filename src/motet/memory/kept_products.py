@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from motet.core.errors import InputError
+from motet.memory.tiers.offloaded_activations import SavedTensor
 from motet.memory.torch_private import SCALED_PRODUCT, detach_with_version, version
 from motet.models.torch_private import TorchDispatchMode, storage_key, tree_leaves, written_arguments
 
@@ -24,7 +25,7 @@ class KeptProducts:
     """The products of one call of a block, in their order."""
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self._kept: list[Tensor | SavedTensor] = []
         self._versions: list[int] = []
         self._next = 0
         self.is_replaying = self.is_paused = False
@@ -56,6 +57,8 @@ class KeptProducts:
             return result
         index, self._next = self._next, self._next + 1
         kept = self._kept[index]
+        if isinstance(kept, SavedTensor):
+            return kept.unpack().detach()
         if version(kept) != self._versions[index]:
             raise InputError(
                 "memory.recompute=selective keeps the result of a matrix product, which the model changed in place "
@@ -63,11 +66,19 @@ class KeptProducts:
             )
         return kept.detach()
 
+    def pack(self, pack: Callable[[Tensor], SavedTensor]) -> None:
+        """Keep the values of `pack` in place of the products, after the forward."""
+        self._kept = [
+            pack(kept) if isinstance(kept, Tensor) and version(kept) == number else kept
+            for kept, number in zip(self._kept, self._versions, strict=True)
+        ]
+
     def copy_before_writing(self, tensors: list[Tensor]) -> None:
         """Called before these tensors are written to."""
         written = {storage_key(tensor) for tensor in tensors}
-        for index, kept in enumerate(self._kept):
-            if storage_key(kept) in written:
+        for index, each in enumerate(self._kept):
+            kept = each.on_device if isinstance(each, SavedTensor) else each
+            if kept is not None and storage_key(kept) in written:
                 copy = kept.clone()
                 self._kept[index], self._versions[index] = copy, version(copy)
 

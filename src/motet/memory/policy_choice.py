@@ -29,6 +29,7 @@ class StatePlaces(NamedTuple):
 
 
 ALL_ON_DEVICE = StatePlaces()
+MIN_SENT_BYTES = 1 << 16  # Smaller storages of activations stay on the device: many copies would free few bytes
 POLICIES: tuple[BlockPolicy, ...] = ("none", "selective", "full")
 # With more partial sums than this, sums are rounded up to a multiple of one part of the budget.
 MAX_PARTIAL_SUMS, PARTS_OF_BUDGET = 4096, 16384
@@ -189,6 +190,7 @@ class MemorySettings(FrozenSettings):
         "budget": "*memory",
         "optimizer": "*offload*",
         "parameters": "*param_offload* *offload_param*",
+        "activations": "*activation*",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
     """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
@@ -221,6 +223,10 @@ class MemorySettings(FrozenSettings):
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
+    activations: Literal["device", "host"] = "device"
+    """Where the tensors lie that blocks save for backward: in the memory of the device, or from forward to backward in
+    that of the host, all but those of two blocks."""
+
     device_limit: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=_MAX_BYTES)] | None = None
     """The bytes of its device that a rank may use, a number or text such as `24GiB`. A CPU rank counts its tensors, and
     ends in the kernel that would pass the limit: a device in miniature."""
@@ -247,6 +253,11 @@ class MemorySettings(FrozenSettings):
             )
         if self.recompute == "auto" and self.step_budget is None:
             raise ValueError("recompute = 'auto' chooses by memory.budget; set it, for instance memory.budget=24GiB")
+        if self.recompute == "auto" and self.activations == "host":
+            raise ValueError(
+                "recompute = 'auto' chooses by the bytes that blocks keep on the device, and activations = 'host' "
+                "keeps them elsewhere; set recompute to none, selective, full or every-k, or leave activations out"
+            )
         if self.budget is not None and self.device_limit is not None and self.budget > self.device_limit:
             raise ValueError(
                 f"memory.budget = {self.budget} is more than memory.device_limit = {self.device_limit}; lower it, or "

@@ -20,6 +20,7 @@ from motet.memory.kept_products import KeptProducts
 from motet.memory.measured_costs import MEASURED_STEPS, CostMeasurement, StepBytes, StepSeconds
 from motet.memory.policy_choice import MemorySettings, fixed_policies
 from motet.memory.storage_tracker import AllocatorBytes, LiveBytes, StorageTracker
+from motet.memory.tiers.offloaded_activations import OffloadedActivations, SavedTensor
 from motet.memory.torch_private import own_buffers, version
 from motet.models.layout_invariant_dropout import repeatable_dropout
 from motet.models.spec.layer_specs import BlockPolicy
@@ -35,9 +36,14 @@ class Recomputation:
     """The blocks of a module, each with a policy. With a budget, the first steps measure which policies fit."""
 
     def __init__(
-        self, blocks: Sequence[nn.Module], policies: Sequence[BlockPolicy], measurement: CostMeasurement | None = None
+        self,
+        blocks: Sequence[nn.Module],
+        policies: Sequence[BlockPolicy],
+        measurement: CostMeasurement | None = None,
+        *,
+        offloaded: OffloadedActivations | None = None,
     ) -> None:
-        self.policies = list(policies)
+        self.policies, self.offloaded = list(policies), offloaded
         self._random, self._measurement, self._measured_steps = _RandomStates(), measurement, 0
         self._recorder: StepBytes | StepSeconds | None = None
         self._restore = [intercept_calls(block, partial(self._call, i, block)) for i, block in enumerate(blocks)]
@@ -81,9 +87,9 @@ class Recomputation:
             return call(*args, **kwargs)
         recorder = self._recorder
         if recorder is None:
-            return self._forward(index, block, call, *args, **kwargs)
+            return self._offloaded_forward(index, block, partial(call, *args, **kwargs))
         with recorder.forward(index):
-            output = self._forward(index, block, call, *args, **kwargs)
+            output = self._forward(index, block, partial(call, *args, **kwargs))
         if isinstance(recorder, StepSeconds):
             return output
         for tensor, mark in ((output, recorder.begin_backward), ((args, kwargs), recorder.end_backward)):
@@ -92,18 +98,45 @@ class Recomputation:
                 first.register_hook(partial(_ignoring_gradient, mark, index))
         return output
 
-    def _forward(self, index: int, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _offloaded_forward(self, index: int, block: nn.Module, call: "partial[Any]") -> Any:
+        if self.offloaded is None:
+            return self._forward(index, block, call)
+        with self.offloaded.saving(index, (call.args, call.keywords)) as saved:
+            return self._forward(index, block, call, pack=saved.pack)
+
+    def _forward(
+        self,
+        index: int,
+        block: nn.Module,
+        call: "partial[Any]",
+        *,
+        pack: Callable[[Tensor], SavedTensor] | None = None,
+    ) -> Any:
+        """Call a block with its arguments; `pack` makes the values that are kept in place of products."""
         policy, recorder = self.policies[index], self._recorder
         if policy == "none":
-            return call(*args, **kwargs)
-        contexts = KeptProducts().contexts if policy == "selective" else _no_contexts
+            return call()
+        products = KeptProducts() if policy == "selective" else None
         around: list[_ContextMaker] = [repeatable_float64(), repeatable_dropout()]
         if recorder is not None:
             around.insert(0, partial(recorder.recomputation, index))
-        repeatable = _RepeatableCall(block, call, random=self._random.block_states(block), around=around)
-        return checkpoint(
-            repeatable, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs
+        repeatable = _RepeatableCall(block, call.func, random=self._random.block_states(block), around=around)
+        output = checkpoint(
+            partial(_call_with_names, repeatable, tuple(call.keywords)),
+            *(*call.args, *call.keywords.values()),  # Torch keeps arguments by name outside of autograd
+            use_reentrant=False,
+            context_fn=_no_contexts if products is None else products.contexts,
+            preserve_rng_state=False,
         )
+        if products is not None and pack is not None:
+            products.pack(pack)
+        return output
+
+
+def _call_with_names(function: Callable[..., Any], names: Sequence[str], *values: Any) -> Any:
+    """Call a function whose last arguments have names."""
+    count = len(values) - len(names)
+    return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
 
 def _ignoring_gradient(mark: Callable[[int], None], block: int, _: Tensor) -> None:
@@ -111,18 +144,29 @@ def _ignoring_gradient(mark: Callable[[int], None], block: int, _: Tensor) -> No
 
 
 def recompute_blocks(
-    module: nn.Module, settings: MemorySettings, *, device: torch.device, known: Callable[[], Sequence[Tensor]] = list
+    module: nn.Module,
+    settings: MemorySettings,
+    *,
+    device: torch.device,
+    known: Callable[[], Sequence[Tensor]] = list,
+    stages: Sequence[range] = (),
 ) -> Recomputation | None:
-    """Let backward recompute a module's blocks as `[memory]` says; None if it recomputes none. `known` are the tensors
-    that a rank has before a step."""
-    if settings.recompute == "none":
+    """Let backward recompute a module's blocks, and the host keep what they save, as `[memory]` says; None if it says
+    neither. `known` are the tensors that a rank has before a step; `stages` are the blocks of a pipeline's stages."""
+    if settings.recompute == "none" and settings.activations == "device":
         return None
     blocks = find_blocks(module)
+    setting, use = f"memory.recompute = {settings.recompute!r}", "recompute"
+    if settings.recompute == "none":
+        setting, use = f"memory.activations = {settings.activations!r}", "keep the activations of"
     check_input(
         blocks,
-        f"memory.recompute = {settings.recompute!r}: {type(module).__name__} has no blocks (items of an nn.ModuleList "
-        "or nn.Sequential that own their parameters) to recompute; leave it out, or put the layers into blocks",
+        f"{setting}: {type(module).__name__} has no blocks (items of an nn.ModuleList or nn.Sequential that own their "
+        f"parameters) to {use}; leave it out, or put the layers into blocks",
     )
+    offloaded = None
+    if settings.activations == "host":
+        offloaded = OffloadedActivations(module, blocks, device, starts={stage.start for stage in stages})
     measurement = None
     if (budget := settings.step_budget) is not None:
 
@@ -130,7 +174,7 @@ def recompute_blocks(
             return AllocatorBytes(device) if device.type == "cuda" else StorageTracker(known())
 
         measurement = CostMeasurement([_kind(block) for block in blocks], budget, meter=meter, device=device)
-    return Recomputation(blocks, fixed_policies(settings, len(blocks)), measurement)
+    return Recomputation(blocks, fixed_policies(settings, len(blocks)), measurement, offloaded=offloaded)
 
 
 def _kind(block: nn.Module) -> tuple[type[nn.Module], tuple[torch.Size, ...]]:

@@ -298,6 +298,19 @@ def mark_storages_of_host(tensors: Iterable[Tensor]) -> None:
         tracker.uncount(marked)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor is marked as memory of the host."""
+    return _HOST_STORAGES.contains(*storage_and_key(tensor))
+
+
+def mark_saved_activations(tensors: Iterable[Tensor]) -> None:
+    """Count tensors among the saved activations, for the trackers of this thread, unless they have a category."""
+    tensors = [*tensors] if _IN_THREAD.trackers else []
+    for tracker in _IN_THREAD.trackers:
+        for record in tracker.follow(tensors):
+            record.category = record.category or "saved activations"
+
+
 def count_moved(tensors: Iterable[Tensor]) -> None:
     """Count tensors that are moved to the device from here on; on a CPU rank a move makes no copy. A view of a larger
     storage does not count: a device would get a copy of it."""

@@ -53,6 +53,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "states on the host": {"memory.optimizer": ("host",)},
     "states on disk": {"memory.optimizer": ("disk",)},
     "parameters on the host": {"memory.parameters": ("host",), "memory.optimizer": ("host", "disk")},
+    "activations on the host": {"memory.activations": ("host",)},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -84,6 +85,7 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + g + + + b d d + + + + + n n + + + +
 + + + + + + g + + + b d d + + + + + n n + + x = +
 y y y + + h y y + + b d d A + + + + n n + + + + + +
++ + + + + + + + + + + B + + + + + + n n + + + + + + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -121,6 +123,7 @@ REFUSALS: dict[str, str] = {
     "h": "ranks keep secondary shards of gathered parameters on their devices",
     "A": "a shard group of one rank exchanges no partial sums at stage 3",
     "x": "pieces of a file have one dtype for all parameters",
+    "B": "workers of server processes keep the activations of whole models on their devices",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

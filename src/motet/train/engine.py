@@ -353,7 +353,7 @@ def build_engine(
     )
     replicas = split_into_replicas(group, layout.sharding, communication) if settings.outer.every else None
     step_group = replicas.mesh.shard_group if replicas else group
-    recomputation = RecomputedSteps.for_module(module, settings.memory, group)
+    recomputation = RecomputedSteps.for_module(module, settings.memory, group, stages=plan.model_sharding.stages)
     held = {name for name, specs in plan.specs.items() if step_group.rank in specs}
     products = LinearProducts()  # Products of all linear layers that are split or queue weight gradients
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)

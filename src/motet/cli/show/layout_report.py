@@ -6,7 +6,7 @@ The output of `motet show layout --cluster`: hosts, devices, groups of ranks, an
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -21,7 +21,6 @@ from motet.memory.policy_choice import Place
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
-from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import MOMENTS, CommUnitAction, UnitSchedule, sharded_states
 from motet.parallel.layout import Layout, parse_layout, resolve_dims
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ShardRule
@@ -31,12 +30,13 @@ from motet.parallel.roles_of_tensors import TensorRole, tensor_roles
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
+from motet.parallel.step_plan.sent_activations import HostActivations
 from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step
 from motet.parallel.sync_groups import pipeline_groups
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import describe_repeated_work, repeated_work, split_warnings, step_plan_of_split_job
 from motet.train.launch.preflight import check_job
-from motet.train.memory_check.step_prediction import bytes_elsewhere
+from motet.train.memory_check.step_prediction import bytes_elsewhere, predict_host_activations
 
 _HEADER = ("tensor", "count", "shape", "split", "on a rank", "gradient summed over", "reason")
 
@@ -259,7 +259,7 @@ def _show_plan(job: Job, layout: Layout, *, cluster: str | None, roles: bool, js
         return
     report = {
         "job": job.name,
-        **_plan_report(plan, layout.sharding, job),
+        **_plan_report(plan, layout, job),
         "warnings": list(filter(None, split_warnings(job, plan, cluster=hosts))),
         "split_proof": plan.model_sharding.proof,
         "proof": vars(prove_step_plan(plan)),
@@ -275,13 +275,14 @@ def _show_plan(job: Job, layout: Layout, *, cluster: str | None, roles: bool, js
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
-def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> dict[str, Any]:
-    recipe = job.precision.resolved
+def _plan_report(plan: StepPlan, layout: Layout, job: Job) -> dict[str, Any]:
+    recipe, sharding, places = job.precision.resolved, layout.sharding, _PlacesOfRanks(job, plan, layout)
     shape, ranks = batch_shape(job, len(plan.rows_by_rank[0][0])), _reported_ranks(plan)
     states = sharded_states(sharding.zero, reduces_once=sharding.reduces_once)
     return {
         "zero": sharding.zero,
         "states": plan.states,
+        "activations": job.memory.activations,
         "uses_server_shards": sharding.bucket_owners is not None,
         "state_placement": {
             state: "sharded" if is_sharded and sharding.shards > 1 else "replicated"
@@ -299,7 +300,7 @@ def _plan_report(plan: StepPlan, sharding: DataParallelSharding, job: Job) -> di
             {
                 "rank": rank,
                 "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.dims.ranks).values()),
-                **_bytes_by_place(job, plan, rank=rank % plan.dims.ranks),
+                **places.bytes_of(rank % plan.dims.ranks),
                 "rows": [[part.start, part.stop] for part in parts],
             }
             for rank, parts in ((rank, plan.rows_by_rank[rank]) for rank in ranks)
@@ -341,27 +342,48 @@ def _global_ranks(plan: SyncGroupPlan, action: CommUnitAction) -> RankGroups:
 PLACES_BEYOND_DEVICE: dict[Place, tuple[Place, ...]] = {"device": (), "host": ("host",), "disk": ("host", "disk")}
 
 
-def _bytes_by_place(job: Job, plan: StepPlan, *, rank: int) -> dict[str, Any]:
-    """The bytes that a rank keeps on its device, on its host and on disk, and the bytes that move in a step."""
-    recipe, optimizer = job.precision.resolved, job.optimizer
-    state = model_state_memory(plan, recipe, moments_per_parameter=optimizer.moments_per_parameter, rank=rank)
-    elsewhere, link = (
-        bytes_elsewhere(plan, recipe, optimizer, rank=rank),
-        host_link_bytes(plan, recipe, rank=rank),
-    )
-    return {
-        "state_bytes": state.in_place("device", plan.states).total,
-        "host_bytes": elsewhere["host"],
-        "disk_bytes": elsewhere["disk"],
-        "sent_to_host": link.to_host,
-        "sent_to_device": link.to_device,
-    }
+def _places_beyond_device(report: dict[str, Any]) -> tuple[Place, ...]:
+    places = PLACES_BEYOND_DEVICE[report["states"]]
+    return places or PLACES_BEYOND_DEVICE[report["activations"]]
+
+
+@dataclass(frozen=True)
+class _PlacesOfRanks:
+    """The bytes that ranks keep on their devices, on their hosts and on disk, and the bytes that move in a step."""
+
+    job: Job
+    plan: StepPlan
+    layout: Layout
+    _activations: dict[tuple[int, int], HostActivations] = field(default_factory=dict)  # By stage and rows
+
+    def bytes_of(self, rank: int) -> dict[str, int]:
+        """The bytes of one rank."""
+        plan, recipe, optimizer = self.plan, self.job.precision.resolved, self.job.optimizer
+        state = model_state_memory(plan, recipe, moments_per_parameter=optimizer.moments_per_parameter, rank=rank)
+        activations, link = self._activations_of(rank), host_link_bytes(plan, recipe, rank=rank)
+        elsewhere = bytes_elsewhere(plan, recipe, optimizer, rank=rank, activations=activations.peak_bytes)
+        return {
+            "state_bytes": state.in_place("device", plan.states).total,
+            "host_bytes": elsewhere["host"],
+            "disk_bytes": elsewhere["disk"],
+            "sent_to_host": link.to_host,
+            "sent_to_device": link.to_device,
+            "activations_to_host": activations.to_host,
+            "activations_to_device": activations.to_device,
+        }
+
+    def _activations_of(self, rank: int) -> HostActivations:
+        rows = len(self.plan.rows_by_rank[rank][0])
+        key = self.plan.dims.coordinates(rank)[PIPELINE_DIMENSION], rows
+        if key not in self._activations:
+            self._activations[key] = predict_host_activations(self.job, self.plan, self.layout, rank=rank)
+        return self._activations[key]
 
 
 def _rank_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
     yield f"{report['job']}, zero = {report['zero']}: {placement}"
-    rows, places = list[tuple[str, ...]](), PLACES_BEYOND_DEVICE[report["states"]]
+    rows, places = list[tuple[str, ...]](), _places_beyond_device(report)
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         parts = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
         sizes = [format_bytes(rank[f"{place}_bytes"]) for place in ("state", *places)]
@@ -398,6 +420,11 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         down, up, disk = (format_bytes(first[key]) for key in ("sent_to_host", "sent_to_device", "disk_bytes"))
         files = f", which reads and writes {disk} of files" * bool(first["disk_bytes"])
         lines.append(f"Rank 0 sends {down} of gradients to its host{files}, and gets {up} of parameters back.")
+    if sent := first["activations_to_host"]:
+        down, up = format_bytes(sent), format_bytes(first["activations_to_device"])
+        lines.append(f"Rank 0 sends {down} of activations to its host, and gets {up} of them back.")
+    elif report["activations"] != "device":
+        lines.append("Rank 0 sends no activations to its host as far as their sizes are known before a run.")
     lines += report["warnings"]
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))

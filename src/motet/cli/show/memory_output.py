@@ -116,6 +116,13 @@ class _ShownMemory:
             "memory": [_rank_report(memory) for memory in self.memories],
         }
 
+    @property
+    def _kept_by_host(self) -> str:
+        memory = self.job.memory
+        places = {"parameters": memory.parameters, "the optimizer": memory.optimizer, "activations": memory.activations}
+        *others, last = [name for name, place in places.items() if place != "device"]
+        return " and ".join([", ".join(others), last]) if others else last
+
     def picture(self) -> str:
         """The first ranks as they were measured, and the prediction for the first of them."""
         memories = self.memories
@@ -141,8 +148,7 @@ class _ShownMemory:
         if any(memory.elsewhere.values()):
             host, disk = (format_bytes(memory.elsewhere[place]) for place in ("host", "disk"))
             files = f", and {disk} in files" * bool(memory.elsewhere["disk"])
-            kept = "parameters and the optimizer" if self.job.memory.parameters == "host" else "the optimizer"
-            yield f"Its host is predicted to keep {host} for {kept}{files}."
+            yield f"Its host is predicted to keep {host} for {self._kept_by_host}{files}."
         for name, size in self.lines_at.items():
             left, text = size - max(peaks), f"the {name} of {format_bytes(size)}"
             is_within = f"That is within {text}, of which {format_bytes(left)} are left."

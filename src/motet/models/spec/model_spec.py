@@ -69,6 +69,12 @@ class ModelSpec:
         return tuple(operation for operation in operations if isinstance(operation, AttentionSpec))
 
     @cached_property
+    def has_tied_head(self) -> bool:
+        """Whether its output head reads the table of its embedding, whose gradient waits for that of the embedding."""
+        names = {parameter.name for block in self.blocks for parameter in block.layer.parameters}
+        return "embedding.weight" in names and "head.weight" not in names
+
+    @cached_property
     def inner_widths(self) -> frozenset[int]:
         """The features of feed-forward networks that tensor-parallel ranks split."""
         products = (each for block in self.blocks for each in block.layer.operations if isinstance(each, MatmulSpec))
@@ -104,12 +110,23 @@ class ModelSpec:
 
     def saved(self, policies: Sequence[BlockPolicy] | None = None) -> Iterator[SavedActivation | SavedAttentionMatrix]:
         """The tensors that are kept at the end of a forward pass."""
-        left = [*policies] if policies else [_NOT_RECOMPUTED] * self.policy_count
-        is_recomputed = any(policy != "none" for policy in left)
+        for *_, tensors in self.saved_by_block(policies):
+            yield from tensors
+
+    def saved_by_block(
+        self, policies: Sequence[BlockPolicy] | None = None
+    ) -> Iterator[tuple[BlockSpec, int | None, tuple[SavedActivation | SavedAttentionMatrix, ...]]]:
+        """The same by the block that keeps them, with its number if recomputation can choose it."""
+        chosen = [*policies] if policies else [_NOT_RECOMPUTED] * self.policy_count
+        is_recomputed, index = any(policy != "none" for policy in chosen), 0
         for block in self.blocks:
-            yield from block.arguments if is_recomputed else ()
-            for index in range(block.repeat):
-                yield from block.saved(left.pop(0) if block.input else "none", is_first=index == 0)
+            yield block, None, block.arguments if is_recomputed else ()
+            for repetition in range(block.repeat):
+                if block.input is None:
+                    yield block, None, block.saved("none", is_first=repetition == 0)
+                    continue
+                yield block, index, block.saved(chosen[index], is_first=repetition == 0)
+                index += 1
 
     def on_rank(self, tensor: int, *, sequence: bool = False) -> "ModelSpec":
         """The model that one of `tensor` ranks computes; `sequence` splits the stream inside the blocks as well.

@@ -257,16 +257,7 @@ class BucketedDataParallel:
         device, keeps_all = group.device, not self._reduces_each_microbatch
         self._gradients = GradientBuffer(self._buckets, shard_slices, dtype, device=device, keeps_all=keeps_all)
         self._gradients.on_bucket_ready = self._on_bucket_ready
-        updates_everything = self.updates_on_arrival or not any(action.is_scatter for action in schedule)
-        self.flat_parameters = FlatParameters(
-            named,
-            self._buckets,
-            [b.flat_slice for b in self._buckets] if updates_everything else shard_slices,
-            recipe=recipe,
-            gradients=self._gradients,
-            separate_masters=self._parameter_gather is not None and self._parameter_gather.codec is not None,
-            allocate_masters=states.allocate if states else None,
-        )
+        self.flat_parameters = self._flatten(named, recipe)
         if self._hosted is not None:
             self._hosted.set_targets(self.flat_parameters.compute_slices())
         self._slices_of_bucket = self.flat_parameters.slices_of_buckets()
@@ -296,6 +287,20 @@ class BucketedDataParallel:
         # A tree adds up micro-batches until the backward has ended.
         self._sends_early = not any(action.kind.startswith("tree_") for action in schedule)
         self._actions_on_arrival: Sequence[CommUnitAction] = ()
+
+    def _flatten(self, named: Mapping[str, nn.Parameter], recipe: PrecisionRecipe) -> FlatParameters:
+        """Put the parameters on flat tensors; masters lie on the host if that updates them."""
+        scatters = any(action.is_scatter for unit in self.plan.units[:1] for action in unit.schedule)
+        updates_everything = self.updates_on_arrival or not scatters
+        return FlatParameters(
+            named,
+            self._buckets,
+            [b.flat_slice for b in self._buckets] if updates_everything else self._shard_slices,
+            recipe=recipe,
+            gradients=self._gradients,
+            separate_masters=self._parameter_gather is not None and self._parameter_gather.codec is not None,
+            allocate_masters=self._hosted.states.allocate if self._hosted else None,
+        )
 
     def begin_step(self) -> None:
         self.flat_parameters.check_storage_unchanged()

@@ -100,8 +100,9 @@ class FSDP2DataParallel:
         )
         root = _FSDPRootModule(module if has_all else _part_of_module(module, {*blocks}, sharded))
         self.mesh, self.root, self.plan = mesh, root, plan
-        blank = torch.full((), torch.nan, dtype=compute, device=group.device)
-        self._blank = _blank_outside(module, {*blocks}, sharded, blank=blank)
+        self._blank = _blank_outside(
+            module, {*blocks}, sharded, blank=torch.full((), torch.nan, dtype=compute, device=group.device)
+        )
         # The blocks, and the root with the parameters outside of blocks.
         self.fsdp_modules = [
             shard(inner, reshard_after_forward=unit.reshards)
@@ -112,14 +113,8 @@ class FSDP2DataParallel:
         self._host_masters = self._allocate(dict(module.named_parameters()), group.device)
         if not has_all:
             _prefetch_within_stage(self.fsdp_modules)
-        if mesh.secondary_shard_group:
-            _install_secondary_shards(self.fsdp_modules[:-1], mesh)
-        self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
-        self.replica_hooks = [
-            _install_collectives(fsdp_module, unit_id, unit, communicator=self.communicator)
-            for unit_id, (fsdp_module, unit) in enumerate(zip(self.fsdp_modules, plan.units, strict=True))
-        ]
-        named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
+        self._install_communication(settings, recipe)
+        named = dict(module.named_parameters())  # DTensors by now
         self.sharded_parameters = {name: named[name] for name in plan.shapes}
         self._row_shards = {name: local_shard(p) for name, p in named.items() if isinstance(p, DTensor)}
         self.replaced_parameters = frozenset(plan.shapes)
@@ -128,12 +123,27 @@ class FSDP2DataParallel:
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
         self._updating = dict[int, list[int]]()  # Units that the host updates -> their slices
         self._unit_uses = dict[int, int]()  # Unit -> the time of its first forward
-        for unit_id, inner in enumerate((*blocks, self.root) if states and states.overlaps else ()):
-            inner.register_forward_pre_hook(partial(self._before_forward, unit_id), prepend=True)
+        self._watch_forwards([*blocks, self.root])
         self._accumulates = self._is_deferred = self._is_last = False
         self._reduces_each_microbatch = any(a.moment == "microbatch" for unit in plan.units for a in unit.schedule)
         if has_all:
             module.forward = self.wrap_as_forward(module.forward)
+
+    def _install_communication(self, settings: CommunicationSettings, recipe: PrecisionRecipe) -> None:
+        mesh, plan = self.mesh, self.plan
+        if mesh.secondary_shard_group:
+            _install_secondary_shards(self.fsdp_modules[:-1], mesh)
+        self.communicator = DataParallelCommunicator(mesh, plan, settings, dtype=recipe.reduce)
+        self.replica_hooks = [
+            _install_collectives(fsdp_module, unit_id, unit, communicator=self.communicator)
+            for unit_id, (fsdp_module, unit) in enumerate(zip(self.fsdp_modules, plan.units, strict=True))
+        ]
+
+    def _watch_forwards(self, modules: Sequence[nn.Module]) -> None:
+        """Let a unit wait for an update that overlaps with its forward, before FSDP2 gathers it."""
+        if self._hosted is not None and self._hosted.states.overlaps:
+            for unit_id, module in enumerate(modules):
+                module.register_forward_pre_hook(partial(self._before_forward, unit_id), prepend=True)
 
     def _allocate(self, named: Mapping[str, nn.Parameter], device: torch.device) -> list[Tensor] | None:
         """Allocate the rows, and masters on the host: none where rows on the host are the masters themselves."""

@@ -23,8 +23,9 @@ from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import FSDPUnit, ShardedStates, padded_shard_numel
+from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.stage_memory import GradientStorage, StageBlocks
+from motet.parallel.step_plan.stage_memory import StageBlocks
 from motet.precision.recipe import ParameterStateBytes, PrecisionRecipe, parameter_state_bytes, stored_bytes
 
 

@@ -24,10 +24,10 @@ from motet.parallel.data_parallel.zero import ShardedStates, sharded_states
 from motet.parallel.layout import Layout
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
+from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import ModelStateMemory, state_of_shards
 from motet.parallel.step_plan.stage_memory import (
     BusyMoment,
-    GradientStorage,
     StageBlocks,
     StagePeaks,
     busy_moments,

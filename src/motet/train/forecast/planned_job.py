@@ -30,6 +30,16 @@ def planned_step(
         states == "device" or framework.memory == "motet",
         f"memory.optimizer = {states!r} is planned for motet, not for the framework {stack!r}; leave one of them out",
     )
+    check_input(
+        job.memory.activations == "device",
+        f"memory.activations = {job.memory.activations!r} cannot be planned yet: the planner knows steps whose "
+        "activations lie on the device; leave it out",
+    )
+    check_input(
+        job.memory.parameters == "device",
+        f"memory.parameters = {job.memory.parameters!r} cannot be planned yet: the planner knows steps whose "
+        "parameters lie on the device; leave it out",
+    )
     return PlannedStep(
         model or known_model(job),
         row.length,

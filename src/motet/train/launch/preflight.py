@@ -1,6 +1,7 @@
 """Checks of a job before any rank is started; each raises one sentence."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,11 +27,13 @@ from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.memory_check.step_prediction import (
+    CPU_PLACES,
     MemoryNeed,
     layout_memory_problem,
     memory_need,
     memory_problem,
     model_spec,
+    predict_host_activations,
 )
 
 if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and tokenizers
@@ -178,7 +181,16 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         layout, recipe = job.layout_for(workers), job.precision.resolved
         plan = step_plan_of_job(job, layout, inventory, model_sharding=predicted_stages(job, layout))
         problem = layout_memory_problem(
-            plan, layout, recipe, optimizer=job.optimizer, local_ranks=local_processes, limits=limits
+            plan,
+            layout,
+            recipe,
+            optimizer=job.optimizer,
+            local_ranks=local_processes,
+            limits=limits,
+            places=replace(
+                CPU_PLACES,
+                activations_on_host=lambda rank: predict_host_activations(job, plan, layout, rank=rank).peak_bytes,
+            ),
         )
         _check_disk(job, plan, local_processes)
     check_input(not problem, problem)

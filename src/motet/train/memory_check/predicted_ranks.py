@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 
 from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes
+from motet.memory.policy_choice import Place
 from motet.models.spec.layer_specs import MatmulSpec
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import sharded_states
@@ -21,6 +21,7 @@ from motet.train.memory_check.step_prediction import (
     bytes_elsewhere,
     knows_activations,
     model_spec,
+    predict_host_activations,
     predict_timeline,
 )
 
@@ -41,8 +42,13 @@ def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
     parts, is_exact = layout.dims.size(TENSOR_DIMENSION), knows_activations(job)
     # Tensor-parallel ranks, which are neighbours, keep the same numbers of bytes.
     timelines = {part: predict_timeline(job, plan, layout, rank=part) for part in {rank // parts for rank in ranks}}
-    places = partial(bytes_elsewhere, plan, job.precision.resolved, job.optimizer)
-    return [StepMemory(rank, None, timelines[rank // parts], is_exact, places(rank=rank // parts)) for rank in ranks]
+    places = {part: _places_of_rank(job, plan, layout, rank=part) for part in timelines}
+    return [StepMemory(rank, None, timelines[rank // parts], is_exact, places[rank // parts]) for rank in ranks]
+
+
+def _places_of_rank(job: Job, plan: StepPlan, layout: Layout, *, rank: int) -> dict[Place, int]:
+    activations = predict_host_activations(job, plan, layout, rank=rank).peak_bytes
+    return bytes_elsewhere(plan, job.precision.resolved, job.optimizer, rank=rank, activations=activations)
 
 
 def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
@@ -111,7 +117,7 @@ def _remedies(job: Job, ranks: int, *, peak: int) -> str:
     if fitting := [f"set {setting}, which takes {format_bytes(left)}" for left, setting in helpful if left <= limit]:
         return ", or ".join([*fitting, "raise the limit"])
     names, together = "", float(peak)
-    for count in (len(helpful) - 1, len(helpful)) if len(helpful) > 2 else (len(helpful),):  # The last costs most time
+    for count in range(2, len(helpful) + 1):
         words = [*dict.fromkeys(" ".join(setting for _, setting in helpful[:count]).split())]
         names, together = " and ".join(words), _peak_with(job, ranks, words)
         if together <= limit:
@@ -138,6 +144,8 @@ def _settings_to_try(job: Job, ranks: int) -> Iterator[Sequence[str]]:
         is_gathered = sharded_states(layout.zero).parameters
         words = ["memory.optimizer=host"] * (job.memory.optimizer == "device") + ["layout.zero=3"] * (not is_gathered)
         yield [" ".join([*words, "memory.parameters=host"])]
+    if job.memory.activations == "device" and job.memory.recompute != "auto":
+        yield ["memory.activations=host"]
 
 
 def _peak_with(job: Job, ranks: int, settings: list[str]) -> float:

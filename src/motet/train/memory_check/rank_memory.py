@@ -3,7 +3,7 @@
 Both work for any module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup, refuse_together
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.recipe import PrecisionRecipe
-from motet.train.memory_check.step_prediction import layout_memory_problem
+from motet.train.memory_check.step_prediction import LimitedPlaces, layout_memory_problem
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 
@@ -36,9 +36,11 @@ def check_rank_memory(
     recipe: PrecisionRecipe,
     optimizer: OptimizerSettings,
     group: RankGroup,
+    activations_on_host: Callable[[int], int] = lambda rank: 0,
 ) -> None:
-    """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use. A rehearsal does not
-    know the limits of ranks, which run on other machines."""
+    """Refuse a layout, on all ranks together, in which a rank needs more memory than it may use;
+    `activations_on_host` are the bytes of a rank. A rehearsal does not know the limits of ranks, which run on other
+    machines."""
     if group.device.type == "meta":
         return
     if group.device.type == "cpu":
@@ -57,11 +59,12 @@ def check_rank_memory(
         local_ranks=group.local_ranks or range(group.rank, group.rank + 1),
         rank=group.rank,
     )
+    places = partial(LimitedPlaces, activations_on_host=activations_on_host)
     if group.device.type == "cpu":
-        problem = find_problem(limits=limits)
+        problem = find_problem(limits=limits, places=places(("device", "host")))
     else:
-        problem = find_problem(limits=limits, places=("device",))
-        problem = problem or find_problem(limits=read_memory_limits(0), places=("host",))
+        problem = find_problem(limits=limits, places=places(("device",)))
+        problem = problem or find_problem(limits=read_memory_limits(0), places=places(("host",)))
     refuse_together(problem, group)
 
 
@@ -131,10 +134,14 @@ class RecomputedSteps:
     _choice: RecomputationChosen | None = None
 
     @classmethod
-    def for_module(cls, module: nn.Module, settings: MemorySettings, group: RankGroup) -> "RecomputedSteps":
-        """Let the blocks of a module be recomputed."""
+    def for_module(
+        cls, module: nn.Module, settings: MemorySettings, group: RankGroup, *, stages: Sequence[range] = ()
+    ) -> "RecomputedSteps":
+        """Let the blocks of a module be recomputed, or their saved tensors lie on the host."""
         steps = cls(budget=settings.step_budget, group=group)
-        steps.recomputation = recompute_blocks(module, settings, device=group.device, known=steps.known_tensors)
+        steps.recomputation = recompute_blocks(
+            module, settings, device=group.device, known=steps.known_tensors, stages=stages
+        )
         return steps
 
     def known_tensors(self) -> list[Tensor]:

@@ -32,6 +32,7 @@ from motet.train.memory_check.step_prediction import (
     StepMemory,
     bytes_elsewhere,
     knows_activations,
+    predict_host_activations,
     predict_timeline,
 )
 
@@ -78,8 +79,10 @@ def compare_with_prediction(
     """A measured timeline, and the one that is predicted for the same rank and policies."""
     recomputation, rank = engine.recomputation.recomputation, engine.step_group.rank
     policies = tuple(recomputation.policies) if recomputation else ()
-    predicted = predict_timeline(job, engine.plan, layout, rank=rank, policies=policies, is_packed=is_packed)
-    elsewhere = bytes_elsewhere(engine.plan, job.precision.resolved, job.optimizer, rank=rank)
+    how: dict[str, Any] = {"policies": policies, "is_packed": is_packed}
+    predicted = predict_timeline(job, engine.plan, layout, rank=rank, **how)
+    activations = predict_host_activations(job, engine.plan, layout, rank=rank, **how).peak_bytes
+    elsewhere = bytes_elsewhere(engine.plan, job.precision.resolved, job.optimizer, rank=rank, activations=activations)
     return StepMemory(engine.group.rank, timeline, predicted, knows_activations(job), elsewhere)
 
 

@@ -11,13 +11,15 @@ A need is a lower bound, without activations: the bytes that a process holds at 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
-from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StepPhase, StorageLife
+from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StorageLife
 from motet.memory.policy_choice import Place, StatePlaces, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
 from motet.models.settings import UserModuleSettings
@@ -28,13 +30,15 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
-from motet.parallel.pipeline.schedule_drawing import KIND_NAMES
+from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
-from motet.parallel.step_plan.stage_memory import GradientStorage, MomentBytes, StagePeaks, stage_peaks, sums_of_others
+from motet.parallel.step_plan.sent_activations import HostActivations, sent_sizes
+from motet.parallel.step_plan.stage_memory import StagePeaks, stage_peaks
 from motet.parallel.step_plan.traffic import host_link_bytes, state_files
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.job import Job, computed_shape
+from motet.train.memory_check.step_drawing import SavedLife, StepDrawing
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 MemoryNeed = Mapping[str, int]  # Category -> bytes of one process, besides the process itself
@@ -42,9 +46,15 @@ MAX_PROPOSED_RANKS = 1024
 
 
 def memory_need(
-    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, place: Place = "device"
+    plan: StepPlan,
+    recipe: PrecisionRecipe,
+    optimizer: OptimizerSettings,
+    *,
+    rank: int,
+    place: Place = "device",
+    activations: int = 0,
 ) -> MemoryNeed:
-    """The need of a rank in one place."""
+    """The need of a rank in one place; the host has this many bytes of activations at the end of a forward."""
     moments = optimizer.moments_per_parameter
     state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank).in_place(place, plan.states)
     if place != "device":
@@ -55,7 +65,7 @@ def memory_need(
             "moments": state.moments,
             "gradients that were sent": sums,
         }
-        return {name: size for name, size in need.items() if size}
+        return _with_activations({name: size for name, size in need.items() if size}, activations)
     return {
         "parameters": state.parameters,
         "master parameters": state.masters,
@@ -66,26 +76,44 @@ def memory_need(
     }
 
 
+_ACTIVATIONS = "activations on the host"
+_IN_BACKWARD = "gradients that were sent", "gathered and unreduced tensors"
+
+
+def _with_activations(need: MemoryNeed, activations: int) -> MemoryNeed:
+    """The need with activations, which are complete at the end of a forward; what backward makes is freed then."""
+    if activations <= sum(need.get(name, 0) for name in _IN_BACKWARD):
+        return need
+    return {**{name: size for name, size in need.items() if name not in _IN_BACKWARD}, _ACTIVATIONS: activations}
+
+
 def bytes_elsewhere(
-    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int
+    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, activations: int = 0
 ) -> dict[Place, int]:
-    """The bytes that a rank keeps on its host, buffers of files included, and on disk."""
+    """The bytes that a rank keeps on its host, buffers of files included, and on disk. At the end of a forward the host
+    has this many bytes of activations."""
     files: tuple[FileLayout, ...] = ()
     if plan.states == "disk":
         files = state_files(plan, recipe, moment_kinds=optimizer.moment_kinds, rank=rank)
-    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host").values())
+    host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host", activations=activations).values())
     buffers = sum(layout.memory_bytes for layout in files)
     return {"host": host + buffers, "disk": sum(layout.update_bytes for layout in files)}
 
 
 def _need_in_places(
-    plan: StepPlan, recipe: PrecisionRecipe, optimizer: OptimizerSettings, *, rank: int, places: Sequence[Place]
+    plan: StepPlan,
+    recipe: PrecisionRecipe,
+    optimizer: OptimizerSettings,
+    *,
+    rank: int,
+    places: Sequence[Place],
+    activations: int,
 ) -> MemoryNeed:
     """The need of a rank in several places together."""
     total = Counter[str]()
     for place in places:
         total.update(memory_need(plan, recipe, optimizer, rank=rank, place=place))
-    return dict(total)
+    return _with_activations(dict(total), activations if "host" in places else 0)
 
 
 def memory_problem(
@@ -126,6 +154,17 @@ def memory_problem(
     )
 
 
+@dataclass(frozen=True)
+class LimitedPlaces:
+    """The places about whose memory a limit is, and the bytes of activations that a rank has on its host."""
+
+    names: Sequence[Place]
+    activations_on_host: Callable[[int], int] = lambda rank: 0
+
+
+CPU_PLACES = LimitedPlaces(("device", "host"))
+
+
 def layout_memory_problem(
     plan: StepPlan,
     layout: Layout,
@@ -135,13 +174,16 @@ def layout_memory_problem(
     local_ranks: range,
     limits: Iterable[MemoryLimit],
     rank: int | None = None,
-    places: Sequence[Place] = ("device", "host"),
+    places: LimitedPlaces = CPU_PLACES,
 ) -> str:
     """A sentence if the local ranks of a layout need more than a limit allows; `rank` is this one. The limits are those
     of the memory of these places, by default of CPU ranks, whose device is the host."""
     count = plan.dims.ranks  # Independent replicas need the same
-    distinct = {local % count for local in local_ranks}
-    needs = {local: _need_in_places(plan, recipe, optimizer, rank=local, places=places) for local in distinct}
+    sent = {local: places.activations_on_host(local) for local in {local % count for local in local_ranks}}
+    needs = {
+        local: _need_in_places(plan, recipe, optimizer, rank=local, places=places.names, activations=size)
+        for local, size in sent.items()
+    }
 
     def propose(available: int) -> list[str]:
         """The first layout of stage 3 in which no rank needs more."""
@@ -160,7 +202,9 @@ def layout_memory_problem(
                 places=StatePlaces(plan.states, plan.parameters),
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
-            need_of = partial(_need_in_places, made, recipe, optimizer, places=places)
+            need_of = partial(
+                _need_in_places, made, recipe, optimizer, places=places.names, activations=max(sent.values())
+            )
             needed = max(sum(need_of(rank=first).values()) for first in first_ranks)
             if needed <= available:
                 ranks = f" on {made.dims.ranks} ranks" * bool(power)
@@ -279,28 +323,55 @@ def predict_timeline(
     rank %= plan.dims.ranks
     need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
-    saved, peaks = dict[int, list[StorageLife]](), dict[int, StagePeaks]()
+    saved, peaks = dict[int, list[SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
         shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
         chosen = policies or predicted_policies(job, spec)
-        saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute)
+        how: dict[str, Any] = {"offloads": job.memory.activations == "host"}
+        saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute, **how)
         stages = plan.model_sharding.stages or (range(spec.policy_count),)
         storage, splits = gradient_storage(job, layout), job.layout.dims.size(TENSOR_DIMENSION) > 1
         peaks = dict(
-            enumerate(stage_peaks(spec, shape, chosen, stages=stages, storage=storage, splits_vocabulary=splits))
+            enumerate(stage_peaks(spec, shape, chosen, stages=stages, storage=storage, splits_vocabulary=splits, **how))
         )
     gathers = any(group.group.unit_kind == "rows" for group in plan.groups)
-    factors = _factors_of_weight_gradients(spec) if spec is not None else frozenset[str]()
-    actions = _actions_of_rank(plan, layout, rank)
+    factors = _factors_of_weight_gradients(spec) if spec is not None else {}
+    actions = _actions_of_rank(job, plan, layout, rank=rank)
     peaks = {action.stage: peaks[action.stage] for action in actions if action.stage in peaks}
     in_forward = _gradients_of_forward(plan, spec, rank=rank) if spec is not None and knows_activations(job) else ()
     transient = peak_transient_bytes(plan, job.precision.resolved, rank=rank, saved_gradients=in_forward)
-    drawing = _StepDrawing(saved, peaks, factors, transient, need["gradients"], gathers)
+    drawing = StepDrawing(saved, peaks, factors, transient, need["gradients"], gathers)
     for action in actions:
         drawing.add(action)
     if gathers:  # A step begins by freeing the gradients of the one before
         state = [replace(life, born=drawing.first_gradient * (life.category == "gradients")) for life in state]
     return MemoryTimeline((*state, *drawing.lives), tuple(drawing.phases), drawing.moment)
+
+
+def predict_host_activations(
+    job: Job,
+    plan: StepPlan,
+    layout: Layout,
+    *,
+    rank: int,
+    policies: Sequence[BlockPolicy] = (),
+    is_packed: bool = False,
+) -> HostActivations:
+    """The activations of a rank on its host, with the same arguments; none where the sizes of a model are not known."""
+    spec, rank = model_spec(job), rank % plan.dims.ranks
+    if spec is None or job.memory.activations == "device":
+        return HostActivations()
+    shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
+    chosen = policies or predicted_policies(job, spec)
+    dtype = job.precision.resolved.compute
+    saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=dtype, offloads=True)
+    drawing, actions = (
+        StepDrawing(saved, {}, _factors_of_weight_gradients(spec)),
+        _actions_of_rank(job, plan, layout, rank=rank),
+    )
+    for action in actions:
+        drawing.add(action)
+    return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
@@ -335,12 +406,18 @@ def gradient_storage(job: Job, layout: Layout) -> GradientStorage:
 
 
 def _saved_by_stage(
-    plan: StepPlan, spec: ModelSpec, shape: MicroBatchShape, *, policies: Sequence[BlockPolicy], dtype: str
-) -> dict[int, list[StorageLife]]:
+    plan: StepPlan,
+    spec: ModelSpec,
+    shape: MicroBatchShape,
+    *,
+    policies: Sequence[BlockPolicy],
+    dtype: str,
+    offloads: bool,
+) -> dict[int, list[SavedLife]]:
     """The tensors that one micro-batch leaves for the backward of each stage: in a pipeline the output too."""
-    sharding = plan.model_sharding
+    sharding, saved_lives = plan.model_sharding, partial(_saved_lives, dtype=dtype, offloads=offloads)
     if not sharding.stages:
-        return {0: _saved_lives(spec, shape, policies, dtype=dtype)}
+        return {0: saved_lives(spec, shape, policies, is_first=True)}
     parts, sizes = [spec.on_stage(blocks) for blocks in sharding.stages], _sizes_by_name(shape)
     outputs = [border.activation_bytes for border in border_traffic(sharding, sizes, compute=dtype)]
     if not sharding.wires:  # Before the split is proven: the input of the next block
@@ -348,7 +425,7 @@ def _saved_by_stage(
         outputs = [block_input.bytes(shape, dtype) for block_input in first_inputs]
     saved = {}
     for stage, (part, blocks) in enumerate(zip(parts, sharding.stages, strict=True)):
-        lives = _saved_lives(part, shape, policies[blocks.start : blocks.stop], dtype=dtype)
+        lives = saved_lives(part, shape, policies[blocks.start : blocks.stop], is_first=stage == 0)
         output = [_saved_life("output of the stage", outputs[stage])] if stage < len(outputs) else []
         saved[stage] = lives + output
     return saved
@@ -359,91 +436,58 @@ def _sizes_by_name(shape: MicroBatchShape) -> dict[str, int]:
 
 
 def _saved_lives(
-    spec: ModelSpec, shape: MicroBatchShape, policies: Sequence[BlockPolicy], *, dtype: str
-) -> list[StorageLife]:
-    sizes = ((tensor.name, tensor.bytes(shape, dtype)) for tensor in spec.saved(policies))
-    return [_saved_life(name, size) for name, size in sizes if size]
+    spec: ModelSpec,
+    shape: MicroBatchShape,
+    policies: Sequence[BlockPolicy],
+    *,
+    dtype: str,
+    offloads: bool,
+    is_first: bool,
+) -> list[SavedLife]:
+    lives = list[SavedLife]()
+    for block_spec, block, tensors in spec.saved_by_block(policies):
+        is_received = not is_first and block == 0
+        received = block_spec.input.bytes(shape, dtype) if is_received and block_spec.input else 0
+        sent = sent_sizes(tensors, shape, dtype, received=received) if offloads and block is not None else []
+        for tensor, sent_bytes in zip_longest(tensors, sent, fillvalue=0):
+            assert not isinstance(tensor, int)
+            if size := tensor.bytes(shape, dtype):
+                waits = tensor.kernel == "fused head" and spec.has_tied_head
+                lives.append(_saved_life(tensor.name, size, block, waits=waits, is_sent=sent_bytes > 0))
+    return lives
 
 
-def _saved_life(name: str, size: int) -> StorageLife:
-    return StorageLife("saved activations", size, 0, None, name)
+def _saved_life(name: str, size: int, block: int | None = None, **more: bool) -> SavedLife:
+    return SavedLife(StorageLife("saved activations", size, 0, None, name), block, **more)
 
 
-def _actions_of_rank(plan: StepPlan, layout: Layout, rank: int) -> list[PipelineAction]:
-    """The computations of a rank in their order; a rank without a pipeline alternates forwards and backwards."""
+def _actions_of_rank(job: Job, plan: StepPlan, layout: Layout, *, rank: int) -> list[PipelineAction]:
+    """The computations of a rank in their order; a rank without a pipeline alternates forwards and backwards. The last
+    backward of a stage may send the gradient of its input before it computes those of weights."""
     count = layout.sharding.microbatches
-    if plan.model_sharding.stages:
-        index = plan.dims.coordinates(rank)[PIPELINE_DIMENSION]
-        return [*layout.pipeline_schedule(count).compute_actions[index]]
-    shown = range(min(count, _SHOWN_MICROBATCHES))
-    return [PipelineAction(kind, 0, microbatch) for microbatch in shown for kind in ("F", "B")]
+    if not plan.model_sharding.stages:
+        shown = range(min(count, _SHOWN_MICROBATCHES))
+        return [PipelineAction(kind, 0, microbatch) for microbatch in shown for kind in ("F", "B")]
+    schedule, index = layout.pipeline_schedule(count), plan.dims.coordinates(rank)[PIPELINE_DIMENSION]
+    is_by_row = layout.sharding.reproducible_batch_size is not None
+    early = gradient_storage(job, layout).kind == "flat" and not is_by_row
+    return [
+        part
+        for action in schedule.compute_actions[index]
+        for part in (
+            (action._replace(kind="I"), action._replace(kind="W"))
+            if early and action in schedule.sent_last_backwards
+            else (action,)
+        )
+    ]
 
 
-def _factors_of_weight_gradients(spec: ModelSpec) -> frozenset[str]:
-    """The saved tensors that weight gradients need, which may be computed after the gradients of inputs."""
+def _factors_of_weight_gradients(spec: ModelSpec) -> dict[str, Fraction]:
+    """The saved tensors that weight gradients need, which may be computed after the gradients of inputs; and the bytes
+    of the gradient of an output for each byte of them."""
     operations = (operation for block in spec.blocks for operation in block.layer.operations)
-    products = (operation.parameter for operation in operations if isinstance(operation, MatmulSpec))
-    return frozenset(f"{parameter.removesuffix('.weight')}.input" for parameter in products)
-
-
-@dataclass
-class _StepDrawing:
-    """Adds the forwards and backwards of a rank to a timeline."""
-
-    saved: Mapping[int, Sequence[StorageLife]]  # Saved tensors by stage
-    peaks: Mapping[int, StagePeaks]  # Peaks by stage
-    factors: frozenset[str]  # Saved tensors that weight gradients need after a backward of inputs
-    transient: int
-    gradients: int  # Bytes of gradients that are state from the first backward on
-    gathers: bool  # Parameters are gathered in forwards too
-    lives: list[StorageLife] = field(default_factory=list)
-    phases: list[StepPhase] = field(default_factory=list)
-    moment: int = 0
-    first_gradient: int = 0  # The moment in which a backward has ended
-    _open: dict[tuple[int, int], list[StorageLife]] = field(default_factory=dict)
-
-    def add(self, action: PipelineAction) -> None:
-        """Add what an action makes, and what it frees."""
-        start, key = self.moment, (action.stage, action.microbatch)
-        self.moment += 1
-        kept, peaks = list[StorageLife](), self.peaks.get(action.stage)
-        if action.kind == "F":
-            for life in self.saved.get(action.stage, ()):
-                self.moment += 1
-                kept.append(replace(life, born=self.moment))
-            if peaks is not None:
-                self._add_peak(action.stage, peaks.forward, peaks.kept)
-        before = self._open.pop(key, [])
-        left, is_drawn = sum(life.size for life in before), peaks is None or action.kind in ("F", "W")
-        for life in reversed(before):
-            live, is_near = peaks.backward if peaks else MomentBytes(), not is_drawn
-            is_near &= left - life.size < live.saved
-            if is_near and left <= live.saved + live.workspace:
-                self._add_peak(action.stage, live, left)
-                is_drawn = True
-            if action.kind == "I" and life.operator in self.factors:
-                kept.insert(0, life)
-                continue
-            left -= life.size
-            self.moment += 1
-            self.lives.append(replace(life, freed=self.moment))
-            if is_near and not is_drawn:  # Before it was freed, more would be drawn than there is
-                self._add_peak(action.stage, live, left)
-                is_drawn = True
-        self._open[key] = kept
-        if action.kind != "F":
-            self.first_gradient = self.first_gradient or self.moment
-            self.moment += 1
-            if self.transient:
-                self.lives.append(StorageLife("gathered or unreduced", self.transient, self.moment - 1, self.moment))
-        self.phases.append(StepPhase(f"{KIND_NAMES[action.kind]} {action.microbatch}", start, self.moment))
-
-    def _add_peak(self, stage: int, live: MomentBytes, kept: int) -> None:
-        """Draw the moment of a pass in which the rank has most bytes, while `kept` bytes of saved tensors are alive."""
-        self.moment += 1
-        parts: dict[Category, int] = {"recomputed activations": live.recomputed}
-        sums, state = live.gradients + sums_of_others(self.peaks, stage), self.gradients if self.first_gradient else 0
-        parts["gathered or unreduced"] = live.gathered + max(0, sums - state)
-        parts["workspace"] = max(0, live.total - kept - live.recomputed - live.gathered - live.gradients)
-        born, self.moment = self.moment, self.moment + 1
-        self.lives += [StorageLife(category, size, born, self.moment) for category, size in parts.items() if size]
+    products = (operation for operation in operations if isinstance(operation, MatmulSpec))
+    return {
+        f"{each.parameter.removesuffix('.weight')}.input": Fraction(each.out_features, each.in_features)
+        for each in products
+    }

@@ -25,6 +25,7 @@ from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.precision.recipe import PrecisionSettings
 from motet.train.job import Job
 from motet.train.memory_check.rank_memory import check_rank_memory
+from motet.train.memory_check.step_prediction import predict_host_activations
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 # (learning-rate scale, weight decay): parameters with the same key share one flat tensor.
@@ -101,7 +102,22 @@ def plan_of_module(
             model_sharding=model_sharding,
             places=settings.memory.places,
         )
-    check_rank_memory(module, plan, layout, recipe=recipe, optimizer=settings.optimizer, group=group)
+
+    def activations_on_host(rank: int) -> int:
+        """The bytes of a rank, where the sizes of the model and of its batches are known."""
+        return (
+            predict_host_activations(settings, plan, layout, rank=rank).peak_bytes if isinstance(settings, Job) else 0
+        )
+
+    check_rank_memory(
+        module,
+        plan,
+        layout,
+        recipe=recipe,
+        optimizer=settings.optimizer,
+        group=group,
+        activations_on_host=activations_on_host,
+    )
     if group.rank == 0 or group.device.type == "meta":
         with span("check of the plan"):
             _prove_plan(plan, layout, communication)
