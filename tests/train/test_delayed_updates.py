@@ -16,6 +16,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import host_link_bytes
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
+from motet.train.memory_check.step_prediction import memory_need
 from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job
 from train.test_optimizer_tiers import has_same_bits
@@ -114,6 +115,10 @@ def trained(group: RankGroup, job: Job) -> tuple[list[tuple[float, bool]], dict[
             for kind, shards in optimizer.state_by_kind().items()
             for name, shard in shards.items()
         }
+        need = memory_need(parts.engine.plan, job.precision.resolved, job.optimizer, rank=group.rank, place="host")
+        assert optimizer._pending is not None and optimizer.states is not None
+        assert need["pending gradients"] == sum(each.nbytes for each in optimizer._pending.gradients)
+        assert need["new values"] == sum(each.nbytes for each in optimizer.states._staged.values())
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
         assert states is not None
         sent = [states.sent_to_host, states.sent_to_device]
