@@ -118,7 +118,7 @@ class ShardedOptimizer:
         if states is not None and states.delays:
             self._pending = PendingGradients(self._masters, states.host_tensor)
             states.make_room_to_stage()
-        self._queued: Mapping[int, Tensor] = {}  # The gradients of masters that the host updates
+        self._queued = dict[int, Tensor]()  # The gradients of masters that the host has yet to update
         sharded_parameters.set_optimizer(self._update_masters)
 
     def begin_step(self) -> None:
@@ -228,26 +228,28 @@ class ShardedOptimizer:
         if self.states is None:
             self._update_in_memory(gradients)
         elif self._pending is not None:
-            with self.states.updating():
+            with self.states.updating(gradients):
                 self._pending.keep(gradients, self._gradient_scale)
             self._capture({index: self._pending.gradients[index] for index in gradients})
         elif self.states.overlaps:
             self._queued = {**self._queued, **gradients}
         else:
-            self._queued, order = gradients, [*gradients]
+            self._queued, order = {**gradients}, [*gradients]
             for position, index in enumerate(order, 1):
                 self._update_slice(index, order[position:])
 
     def _update_slice(self, index: int, following: Sequence[int]) -> None:
         """Update a master on the host. Files of masters that follow are read meanwhile."""
         assert self.states is not None
-        with self.states.updating():
+        # Pending gradients have arrived, and sums of this step may be under way
+        with self.states.updating([index] if self._pending is None else []):
             if isinstance(self.states, FileStates):
                 self._update_in_files(index, self._queued[index], following)
             else:
                 self._update_in_memory({index: self._queued[index]})
                 master = self._masters[index]
                 self._report(index, slice(0, master.numel()), master)
+        del self._queued[index]  # The sums of the next step get its memory
 
     def _report(self, index: int, elements: slice, masters: Tensor) -> None:
         """Let the device have updated elements; after a delayed update, at the end of the step."""
