@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from motet.core.direct_io import IoTraffic
 from motet.memory.policy_choice import MemorySettings
 from motet.memory.tiers.background_updates import BackgroundUpdates
 from motet.memory.tiers.device_limit import host_memory, mark_as_host
@@ -207,11 +208,16 @@ class FileStates(HostStates):
             files.tensors(MASTER)  # Waits for writes; changes of views are written back before the next update
 
     @property
+    def traffic(self) -> IoTraffic:
+        """The transfers that have ended since the run began, without a wait for others. Any thread may ask."""
+        return sum((files.traffic for files in self._parts), IoTraffic())
+
+    @property
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes that were read and written since the run began."""
         for files in self._parts:
             files.flush()
-        return sum(each.bytes_read for each in self._parts), sum(each.bytes_written for each in self._parts)
+        return self.traffic.bytes_read, self.traffic.bytes_written
 
 
 def make_states(
