@@ -184,7 +184,7 @@ def test_values_may_change_when_they_are_sent(cuda: SimulatedCuda, dtype: torch.
         arrival.let_device_wait()
         other.let_device_wait()
     reader.queue.append(lambda: read.extend(target.tolist()))
-    cuda.finish()
+    Recording(reader).complete()
     assert read == [*range(1, 8), *range(7, 50)] and link.sent_to_device == 57 * dtype.itemsize
 
 
