@@ -5,10 +5,11 @@ speed would take, each direction in a thread; gradients, updates and values are 
 overlap are known, whatever the machine. The planner's simulation of the update (motet/plan/time/host_update.py) gets
 the seconds of each part and says which of them no computation hides.
 
-    python benchmarks/offload_overlap.py [--rounds 15] [--blocks 8] [--forward-ms 20] [--link-ms 10 20 40] [--page]
+    python benchmarks/offload_overlap.py [--rounds 15] [--blocks 8] [--forward-ms 20] [--link-ms 10 20 40]
+                                         [--update-ms 30] [--page]
 
---link-ms is the time of a block's sums, or of its values, on the link. --page writes
-docs/benchmarks/offload-overlap.md.
+--link-ms is the time of a block's sums, or of its values, on the link. With --update-ms the host also takes as long for
+the update of a block, over the first of the links. --page writes docs/benchmarks/offload-overlap.md.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +38,11 @@ MODES = {
     "exact": {},
     "exact, `overlap = forward`": {"overlap": "forward"},
     "delayed": {"update": "delayed"},
+    "delayed, `overlap = forward`": {"update": "delayed", "overlap": "forward"},
 }
 HEADER = [
     "link (ms for a block)",
+    "host (ms for a block)",
     "update",
     "step (ms)",
     "predicted (ms)",
@@ -55,8 +57,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=20.0, help="of a block; backward takes twice as long")
     parser.add_argument("--link-ms", type=float, nargs="+", default=[10.0, 20.0, 40.0])
+    parser.add_argument("--update-ms", type=float, nargs="*", default=[30.0], help="of a block on a slow host")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parse_arguments(parser, rounds=1, blocks=3, link_ms=[10.0])
+    options = parse_arguments(parser, rounds=1, blocks=3, link_ms=[10.0], update_ms=[])
     torch.set_num_threads(1)
     text, rows = measure(options)
     result = table(HEADER, rows)
@@ -68,8 +71,12 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> tuple[str, list[list[str]]]:
     """The conditions, and a row for each link and kind of update."""
     forward_s = options.forward_ms / 1e3
-    makers = {(link, mode): partial(make_step, options, link / 1e3, mode) for link in options.link_ms for mode in MODES}
-    steps = {name: make() for name, make in makers.items()}
+    cases = [*((link, 0.0) for link in options.link_ms), *((options.link_ms[0], slow) for slow in options.update_ms)]
+    steps = {
+        (link, slow, mode): make_step(options, link / 1e3, mode, slow_s=slow / 1e3)
+        for link, slow in cases
+        for mode in MODES
+    }
     device = make_step(options, None, "exact")
     for each in (*steps.values(), device):
         each()  # The first step records the order of the forward
@@ -77,14 +84,16 @@ def measure(options: argparse.Namespace) -> tuple[str, list[list[str]]]:
     update_s = seconds_of_update()
     times = interleave({**steps, "device": device}, options.rounds)
     rows = []
-    for (link, mode), seconds in ((name, times[name]) for name in steps):
-        exposed = exposed_seconds(mode, options.blocks, forward_s, link_s=link / 1e3, update_s=update_s)
+    for link, slow, mode in steps:
+        seconds, host_s = times[link, slow, mode], update_s + slow / 1e3
+        exposed = exposed_seconds(mode, options.blocks, forward_s, link_s=link / 1e3, update_s=host_s)
         pairs = zip(seconds, times["device"], strict=True)
         low, middle, high = quartiles([each / (on_device + exposed) for each, on_device in pairs])
         predicted = statistics.median(times["device"]) + exposed
         rows.append(
             [
                 f"{link:g}",
+                f"{host_s * 1e3:.1f}",
                 mode,
                 f"{statistics.median(seconds) * 1e3:.0f}",
                 f"{predicted * 1e3:.0f}",
@@ -94,21 +103,19 @@ def measure(options: argparse.Namespace) -> tuple[str, list[list[str]]]:
         )
     text = (
         f"{options.blocks} blocks that sleep {options.forward_ms:g} ms forward and twice as long backward; the step "
-        f"takes {statistics.median(times['device']) * 1e3:.0f} ms with states on the device. The host updates a "
-        f"block in {update_s * 1e3:.1f} ms. {options.rounds} rounds."
+        f"takes {statistics.median(times['device']) * 1e3:.0f} ms with states on the device. "
+        f"{options.rounds} rounds."
     )
     return text, rows
 
 
 def exposed_seconds(mode: str, blocks: int, forward_s: float, *, link_s: float, update_s: float) -> float:
-    """The seconds that computation does not hide, by the planner. A delayed update is hidden by the step, and its
-    values travel when the step has ended."""
+    """The seconds that computation does not hide, by the planner."""
     parts = [PartSeconds(send=link_s, update=update_s, receive=link_s)] * blocks
     reduced = [2 * forward_s * (index + 1) for index in range(blocks)]
-    overlaps = "forward" in mode
-    needed = [forward_s * index if overlaps else 0.0 for index in range(blocks)]
-    update = simulate_host_update(parts, reduced=reduced, needed=needed, norm_s=0.0)
-    return update.exposed_send_s + (blocks * link_s if mode == "delayed" else update.exposed_update_s)
+    needed = [forward_s * index if "forward" in mode else 0.0 for index in range(blocks)]
+    delay_s = 3 * forward_s * blocks if "delayed" in mode else None
+    return simulate_host_update(parts, reduced=reduced, needed=needed, norm_s=0.0, delay_s=delay_s).exposed_s
 
 
 class SleepingLink(ImmediateLink):
@@ -187,7 +194,9 @@ def loss_sum(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
     return module(inputs).square().sum(), len(inputs)
 
 
-def make_step(options: argparse.Namespace, link_s: float | None, mode: str) -> Callable[[], float]:
+def make_step(
+    options: argparse.Namespace, link_s: float | None, mode: str, *, slow_s: float = 0.0
+) -> Callable[[], float]:
     """A function that takes some steps and returns the seconds of one; without a link, states lie on the device."""
     module = nn.Sequential(*(SleepingBlock(options.forward_ms / 1e3) for _ in range(options.blocks)))
     settings = MODES[mode]
@@ -202,6 +211,13 @@ def make_step(options: argparse.Namespace, link_s: float | None, mode: str) -> C
     if link_s is not None:
         assert states is not None
         states.link = SleepingLink(link_s / (WIDTH * WIDTH * 4))
+        update_slice = engine.optimizer._update_slice
+
+        def update_slowly(index: int, following: Sequence[int]) -> None:
+            time.sleep(slow_s)
+            update_slice(index, following)
+
+        engine.optimizer._update_slice = update_slowly  # type: ignore[method-assign]  # A slow host
     inputs = torch.randn(8, WIDTH)
 
     def steps() -> float:

@@ -8,6 +8,7 @@ from pages import fill_blocks, markdown_table
 
 def page() -> str:
     blocks = {"pairs": pairs_table(), "refusals": refusals_table(), "not-built": unbuilt_table()}
+    blocks["beyond-the-device"] = beyond_the_device_table()
     return fill_blocks("reference/compositions.md", blocks)
 
 
@@ -30,6 +31,28 @@ def refusals_table() -> str:
         if cell in REFUSALS and cell != "n"
     }
     return markdown_table(["", "refused because"], sorted(texts.items()))
+
+
+def beyond_the_device_table() -> str:
+    """A row for each technique that keeps something off the device: its settings, the stages that have it, and the
+    reason for each refusal."""
+    rows = []
+    for technique, settings in TECHNIQUES.items():
+        if not next(iter(settings)).startswith("memory."):
+            continue
+        cells = {(a, b): cell for a, b, cell in technique_pairs()}
+        partners = [(other, cells.get((technique, other)) or cells[other, technique]) for other in TECHNIQUES]
+        stages = [other.removeprefix("stage ") for other, cell in partners if "stage " in other[:6] and cell == "+"]
+        reasons = dict[str, list[str]]()
+        for other, cell in partners:
+            if cell in REFUSALS and cell != "n" and not other.startswith("stage "):
+                row, column = (technique, other) if (technique, other) in cells else (other, technique)
+                reason = REFUSALS[cell].format(row=_setting(row), column=_setting(column)).partition(";")[0]
+                reasons.setdefault(reason, []).append(other)
+        refused = "<br>".join(f"{', '.join(others)}: {reason}" for reason, others in reasons.items())
+        values = " and ".join(f"`{key} = {' or '.join(map(repr, value))}`" for key, value in settings.items())
+        rows.append([technique, values.replace("'", '"'), ", ".join(stages), refused])
+    return markdown_table(["technique", "settings", "stages", "refused with"], rows)
 
 
 def unbuilt_table() -> str:

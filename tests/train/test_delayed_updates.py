@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 import motet
 from motet.core.errors import InputError
+from motet.memory.tiers import optimizer_states
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic import host_link_bytes
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
+from motet.train.memory_check.step_prediction import memory_need
 from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job
-from train.test_optimizer_tiers import has_same_bits
+from train.test_optimizer_tiers import SlowLink, has_same_bits
 
 RATES, CLIP = (0.01, 0.02, 0.03, 0.02, 0.01, 0.04, 0.01), 0.5
 STEPS = len(RATES)
@@ -46,12 +48,13 @@ def loss_sum(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
 
 
 def delayed(
-    group: RankGroup, layout: str, update: str, checkpoints: Path | None = None
+    group: RankGroup, layout: str, update: str, checkpoints: Path | None = None, *, overlap: str = "backward"
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The parameters after some steps of a custom loop, and the norms of gradients. With a folder of checkpoints, a
     second engine continues from one in the middle."""
     memory, norms = {"optimizer": "host", "update": update}, list[float]()
-    start = partial(motet.parallelize, loss=loss_sum, optimizer=OPTIMIZER, memory=memory)
+    communication = {"overlap": overlap} if overlap == "forward" else {}
+    start = partial(motet.parallelize, loss=loss_sum, optimizer=OPTIMIZER, memory=memory, communication=communication)
     engine = start(module := make_module(), layout)
     for step, rate in enumerate(RATES):
         if checkpoints and step == 3:
@@ -62,6 +65,13 @@ def delayed(
     engine.synchronize()
     with engine.consensus_parameters():
         return {name: _full(p) for name, p in module.named_parameters()}, norms
+
+
+def over_a_slow_link(group: RankGroup, layout: str) -> tuple[dict[str, Tensor], list[float]]:
+    """The same, with values that arrive while the next forward computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_states, "link_of", SlowLink)
+        return delayed(group, layout, "delayed", overlap="forward")
 
 
 def _full(parameter: Any) -> Tensor:
@@ -98,6 +108,9 @@ def test_a_delayed_update_is_that_of_a_plain_loop(ranks: Ranks, tmp_path: Path, 
         assert sum(norm > CLIP for norm in norms) > STEPS // 2
         wanted = plain_loop(norms, world)
         assert [name for name in wanted if not has_same_bits(parameters[name], wanted[name])] == []
+    if layout != "zero=0":
+        (overlapped, norms), *_ = ranks.run(world, over_a_slow_link, layout)
+        assert [name for name in wanted if not has_same_bits(overlapped[name], plain_loop(norms, world)[name])] == []
     exact, _ = ranks.run(world, delayed, layout, "exact")[0]
     assert not any(has_same_bits(exact[name], wanted[name]) for name in wanted if "weight" in name)
 
@@ -114,6 +127,10 @@ def trained(group: RankGroup, job: Job) -> tuple[list[tuple[float, bool]], dict[
             for kind, shards in optimizer.state_by_kind().items()
             for name, shard in shards.items()
         }
+        need = memory_need(parts.engine.plan, job.precision.resolved, job.optimizer, rank=group.rank, place="host")
+        assert optimizer._pending is not None and optimizer.states is not None
+        assert need["pending gradients"] == sum(each.nbytes for each in optimizer._pending.gradients)
+        assert need["new values"] == sum(each.nbytes for each in optimizer.states._staged.values())
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
         assert states is not None
         sent = [states.sent_to_host, states.sent_to_device]

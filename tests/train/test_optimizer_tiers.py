@@ -177,6 +177,9 @@ OVERLAPPED = [
     ("dp=2 pp=2 zero=1 microbatches=2", "host", ["precision.recipe=fp32"]),
     ("dp=2 zero=1", "disk", ["precision.recipe=fp16", "precision.loss_scale_initial=4194304"]),
     ("dp=2 zero=2", "host", ["run.reproducible=layout"]),
+    ("dp=2 pp=2 zero=3 chunks=2 schedule=zb-v microbatches=6", "host", ["model.layers=4", "precision.recipe=bf16"]),
+    ("dp=2 zero=3", "host", ["precision.recipe=bf16", "memory.recompute=full"]),
+    ("dp=2 zero=1", "host", ["precision.recipe=bf16", "precision.moment_dtype=bfloat16"]),
 ]
 
 
@@ -397,6 +400,7 @@ def waits_for_sums(group: RankGroup, job: Job) -> tuple[int, set[str]]:
         ([], "MainThread"),
         (["communication.overlap=forward"], "motet-host-update_0"),
         (["memory.update=delayed"], "MainThread"),  # An update in the background waits for no sums of its step
+        (["memory.update=delayed", "communication.overlap=forward"], "MainThread"),
     ],
 )
 def test_the_sums_of_a_step_are_freed_before_the_next_arrive(

@@ -15,6 +15,7 @@ from motet.memory.tiers.optimizer_states import HostStates
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job, load_job
+from motet.train.launch.preflight import check_job
 from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.rehearsal.rehearsal import rehearse
 from ranks import Ranks
@@ -236,8 +237,8 @@ def test_parameters_on_the_host_need_states_there() -> None:
 
 
 def test_rows_that_are_masters_refuse_a_delay() -> None:
-    with pytest.raises(InputError, match=r"update = 'delayed' changes masters while a step computes"):
-        load_job("tiny", ["layout.zero=3", *WORDS[::2], "memory.update=delayed"])
+    with pytest.raises(InputError, match=r"memory.update = 'delayed' changes masters while a step computes"):
+        check_job(load_job("tiny", [*WORDS, "memory.update=delayed"]), 1)
 
 
 def motet(*words: str) -> subprocess.CompletedProcess[str]:

@@ -110,8 +110,8 @@ REFUSED_BY_THE_TABLE = {
         }.items()
     },
     **{
-        (f"states on {place}", other): text
-        for place in ("the host", "disk")
+        (technique, other): text
+        for technique in ("states on the host", "states on disk", "delayed updates")
         for other, text in {
             "forward overlap at stage 0": "with layout.zero = 0 updates all masters on every device as sums arrive",
             "independent replicas": "does not go with outer.every = 4: independent replicas average masters on their",
@@ -136,6 +136,7 @@ REFUSED_BY_THE_TABLE = {
         "activations on the host",
         "parameter server of processes",
     ): "layout.data = 'parameter_server': workers of server processes keep the activations of whole models on their",
+    ("delayed updates", "parameters on the host"): "changes masters while a step computes, and memory.parameters =",
     ("states on disk", "compact moments"): "precision.moment_dtype = '8bit': pieces of a file have one dtype for all",
     **{
         ("loss scaling", other): text

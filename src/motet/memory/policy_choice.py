@@ -22,10 +22,12 @@ Place = Literal["device", "host", "disk"]
 
 
 class StatePlaces(NamedTuple):
-    """The places of masters and moments, and of parameters that stage 3 cuts into rows."""
+    """The places of masters and moments, and of parameters that stage 3 cuts into rows; and whether the host updates
+    while the next step computes."""
 
     states: Place = "device"
     parameters: Place = "device"
+    delays: bool = False
 
 
 ALL_ON_DEVICE = StatePlaces()
@@ -241,11 +243,6 @@ class MemorySettings(FrozenSettings):
             )
         if self.optimizer != "disk" and self.folder is not None and self.tiers != "auto":
             raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
-        if self.parameters == "host" and self.update == "delayed":
-            raise ValueError(
-                "update = 'delayed' changes masters while a step computes, and parameters = 'host' computes with them; "
-                "leave one of them out"
-            )
         if self.parameters == "host" and self.optimizer == "device" and self.tiers != "auto":
             raise ValueError(
                 "parameters = 'host' needs memory.optimizer = 'host' or 'disk', since an update on the device would "
@@ -272,7 +269,7 @@ class MemorySettings(FrozenSettings):
 
     @property
     def places(self) -> StatePlaces:
-        return StatePlaces(self.optimizer, self.parameters)
+        return StatePlaces(self.optimizer, self.parameters, self.update == "delayed")
 
     @property
     def step_budget(self) -> int | None:

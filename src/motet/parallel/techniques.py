@@ -54,6 +54,7 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "states on disk": {"memory.optimizer": ("disk",)},
     "parameters on the host": {"memory.parameters": ("host",), "memory.optimizer": ("host", "disk")},
     "activations on the host": {"memory.activations": ("host",)},
+    "delayed updates": {"memory.update": ("delayed",), "memory.optimizer": ("host", "disk")},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -86,6 +87,7 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + g + + + b d d + + + + + n n + + x = +
 y y y + + h y y + + b d d A + + + + n n + + + + + +
 + + + + + + + + + + + B + + + + + + n n + + + + + + +
++ + + + + + g + + + b d d + + + + + n n + + + + + D + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -122,6 +124,7 @@ REFUSALS: dict[str, str] = {
     "one rank, or leave memory.parameters out",
     "h": "ranks keep secondary shards of gathered parameters on their devices",
     "A": "a shard group of one rank exchanges no partial sums at stage 3",
+    "D": "{row} changes masters while a step computes, and {column} lets it compute with them; leave one of them out",
     "x": "pieces of a file have one dtype for all parameters",
     "B": "workers of server processes keep the activations of whole models on their devices",
     "n": "{row}: {technique} is not built yet; leave {setting} out",

@@ -282,6 +282,7 @@ def _plan_report(plan: StepPlan, layout: Layout, job: Job) -> dict[str, Any]:
     return {
         "zero": sharding.zero,
         "states": plan.states,
+        "delays": plan.delays,
         "activations": job.memory.activations,
         "uses_server_shards": sharding.bucket_owners is not None,
         "state_placement": {
@@ -328,7 +329,8 @@ def _action_rows(plan: StepPlan) -> list[dict[str, Any]]:
         for action, names_of_units in ((action, each) for schedule, each in names.values() for action in schedule):
             units.setdefault((action, _global_ranks(group, action)), []).extend(names_of_units)
     return [
-        {name: getattr(action, name) for name in ("kind", "moment", "tensor", "overlaps")}
+        {name: getattr(action, name) for name in ("kind", "moment", "tensor")}
+        | {"overlaps": action.overlaps or (plan.delays and action.kind == "update")}
         | {"rank_groups": rank_groups, "units": names}
         for (action, rank_groups), names in sorted(units.items(), key=lambda row: MOMENTS.index(row[0][0].moment))
     ]
@@ -420,6 +422,8 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         down, up, disk = (format_bytes(first[key]) for key in ("sent_to_host", "sent_to_device", "disk_bytes"))
         files = f", which reads and writes {disk} of files" * bool(first["disk_bytes"])
         lines.append(f"Rank 0 sends {down} of gradients to its host{files}, and gets {up} of parameters back.")
+        if report["delays"]:
+            lines.append("The host updates with these gradients while the next step computes, and sends at its end.")
     if sent := first["activations_to_host"]:
         down, up = format_bytes(sent), format_bytes(first["activations_to_device"])
         lines.append(f"Rank 0 sends {down} of activations to its host, and gets {up} of them back.")

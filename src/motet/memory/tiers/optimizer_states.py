@@ -38,16 +38,17 @@ class HostStates:
         self, device: torch.device, dtype: torch.dtype, *, delays: bool = False, overlaps: bool = False
     ) -> None:
         """`dtype` is that of the masters. With `delays` the gradients of a step update masters during the next one;
-        with `overlaps` the host updates while the next forward computes."""
+        with `overlaps` values arrive while the next forward computes, and the host may still update others."""
         self.device, self._master = device, dtype
-        self.delays, self.overlaps = delays, overlaps and not delays
+        self.delays, self.overlaps = delays, overlaps
         self.masters = list[Tensor]()  # All slices, in the order in which engines have allocated them
         self._targets = list[Target | None]()  # By slice
-        self._staged, self._is_staged = dict[int, Tensor](), set[int]()
+        self._staged = dict[int, Tensor]()
         self._sums, self._values = dict[int, Arrival](), dict[int, Arrival]()  # By slice
         self.link = link_of(device)
-        in_thread = (delays or overlaps) and device.type != "meta"
-        self.updates = BackgroundUpdates(device if in_thread else None)
+        is_real = device.type != "meta"
+        self.updates = BackgroundUpdates(device if (delays or overlaps) and is_real else None)
+        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Of staged values
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
@@ -109,8 +110,8 @@ class HostStates:
 
     def stage(self, index: int, elements: slice, masters: Tensor) -> None:
         """Keep such elements on the host until `send_staged`."""
+        self._sends.wait([index])
         self._staged[index][elements] = masters
-        self._is_staged.add(index)
 
     def make_room_to_stage(self) -> None:
         """Reserve the memory of `stage`."""
@@ -120,12 +121,9 @@ class HostStates:
                 values = target.tensor()
                 self._staged[index] = self.host_tensor(values.numel(), values.dtype)
 
-    def send_staged(self) -> None:
-        """Send all elements that were kept."""
-        for index in sorted(self._is_staged):
-            self.send(index, slice(None), self._staged[index])
-        self.wait_for_arrival(sorted(self._is_staged))
-        self._is_staged.clear()
+    def send_staged(self, order: Sequence[int]) -> None:
+        """Send the elements that were kept, slice by slice; `wait_for_arrival` waits for them."""
+        self._sends.start(order, lambda index, _: self.send(index, slice(None), self._staged[index]))
 
     def _to_device(self, index: int, target: Tensor, values: Tensor) -> None:
         self._values[index] = self.link.to_device(target, values)  # Earlier elements arrive earlier
@@ -133,7 +131,7 @@ class HostStates:
     def wait_for_arrival(self, slices: Iterable[int]) -> None:
         """Wait until the host has updated these slices, and let the device wait until their values have arrived."""
         slices = [*slices]
-        self.updates.wait(slices)
+        (self._sends if self.delays else self.updates).wait(slices)
         for index in slices:
             if (arrival := self._values.pop(index, None)) is not None:
                 arrival.let_device_wait()
@@ -150,6 +148,7 @@ class HostStates:
     def close(self) -> None:
         """End the updates that are under way, and the use of files."""
         self.updates.end()
+        self._sends.end()
 
     def refresh(self) -> None:
         """Let masters and moments, which may be views of files, have the values of the last update, and be changed."""

@@ -424,10 +424,8 @@ class BucketedDataParallel:
         if self._hosted is not None:
             self.update_masters(self._hosted.sums)
             self._hosted.wait_after_update(len(self.optimizer_groups))
-            if self._hosted.states.overlaps:
-                self._updating = dict.fromkeys(self._first_use_order() or range(len(self._buckets)))
-            elif not self._hosted.states.delays:
-                self.gather_parameters()
+            if not self._hosted.states.delays:
+                (self.expect_values if self._hosted.states.overlaps else self.gather_parameters)()
             return
         for index, action in enumerate(self._step_actions):
             if action.kind == "update":
@@ -442,6 +440,10 @@ class BucketedDataParallel:
         """A time for each master, in the order in which forwards use their values; None before the first forward."""
         times = self._usage_tracker.first_uses if self._usage_tracker else {}
         return [times[each.bucket_id] for each in self.flat_parameters.optimizer_slices] if times else None
+
+    def expect_values(self) -> None:
+        """Let modules wait for the values of their buckets, which the host sends."""
+        self._updating = dict.fromkeys(self._first_use_order() or range(len(self._buckets)))
 
     def gather_parameters(self) -> None:
         """Gather the parameters that other ranks have updated."""

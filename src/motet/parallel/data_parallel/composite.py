@@ -118,6 +118,11 @@ class CompositeDataParallel:
         for engine in self.engines:
             engine.gather_parameters()
 
+    def expect_values(self) -> None:
+        """Let modules wait for the values that the host sends while the next forward computes."""
+        for engine in self.engines:
+            engine.expect_values()
+
     @property
     def update_order(self) -> list[int] | None:
         """The indices of `local_masters` in the order in which forwards use their values; None before the first."""

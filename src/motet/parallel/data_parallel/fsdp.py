@@ -310,8 +310,12 @@ class FSDP2DataParallel:
             return
         self.update_masters(self._hosted.sums)
         self._hosted.wait_after_update(len(self.optimizer_groups))
-        if self._hosted.states.overlaps:
-            self._updating = self._slices_of_units()
+        if self._hosted.states.overlaps and not self._hosted.states.delays:
+            self.expect_values()
+
+    def expect_values(self) -> None:
+        """Let units wait for the values of their rows, which the host sends or updates."""
+        self._updating = self._slices_of_units()
 
     def _slices_of_units(self) -> dict[int, list[int]]:
         indices = {name: index for index, name in enumerate(self.sharded_parameters)}

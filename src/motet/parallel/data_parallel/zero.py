@@ -300,10 +300,17 @@ def make_unit_schedule(
         "last_microbatch": unit != "bucket" or settings.overlap != "none",
         "step": settings.overlap == "forward",
     }
+    # A tree adds up micro-batches until backward has ended, and so long FSDP2 has the rows that stay on the device.
+    ends_with_backward = bool(sharding.reproducible_batch_size) or (
+        unit != "bucket" and sharding.parameters == "device"
+    )
     actions: list[CommUnitAction] = []
     for kind, moment, over, tensor in row:
         ranks = rank_groups[over] if over else norm_groups if kind == "norm" else sharding.shard_groups
-        action = CommUnitAction(kind, moment, ranks, over, tensor, overlaps=bool(over) and overlaps[moment])
+        hidden = bool(over) and overlaps[moment]
+        if not on_device and kind in ("to_host", "update", "to_device"):
+            hidden = overlaps[moment] and not (kind == "to_host" and ends_with_backward)
+        action = CommUnitAction(kind, moment, ranks, over, tensor, overlaps=hidden)
         actions += _with_settings(action, groups, codecs, sharding=sharding)
     return tuple(
         action

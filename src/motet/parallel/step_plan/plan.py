@@ -41,6 +41,7 @@ class StepPlan:
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
     states: Place = "device"  # The place of masters and moments
     parameters: Place = "device"  # The place of parameters that are cut into rows
+    delays: bool = False  # The host applies the gradients of a step while the next one computes
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:

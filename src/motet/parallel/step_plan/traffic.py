@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import accumulate
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
@@ -121,6 +121,30 @@ def host_link_bytes_per_element(recipe: PrecisionRecipe, *, is_in_rows: bool) ->
     """The bytes of one element that a rank updates."""
     dtypes = (recipe.master, recipe.master) if is_in_rows else (recipe.reduce, recipe.compute)
     return HostLinkBytes(*(DTYPE_BYTES[dtype] for dtype in dtypes))
+
+
+class DelayedBytes(NamedTuple):
+    """Bytes on the host of a rank whose updates are delayed by a step."""
+
+    pending_gradients: int
+    new_values: int  # They travel to the device when the step has ended
+
+
+def delayed_update_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> DelayedBytes:
+    """The bytes of a rank, in addition to the sums of the current step."""
+    total = DelayedBytes(0, 0)
+    for group in plan.groups:
+        if (position := group.position(rank)) is not None:
+            each = delayed_bytes_per_element(recipe, is_in_rows=group.group.unit_kind == "rows")
+            numel = sum(unit.updated_numel(position) for unit in group.units)
+            total = DelayedBytes(*(before + numel * more for before, more in zip(total, each, strict=True)))
+    return total
+
+
+def delayed_bytes_per_element(recipe: PrecisionRecipe, *, is_in_rows: bool) -> DelayedBytes:
+    """The bytes of one element that a rank updates."""
+    values = host_link_bytes_per_element(recipe, is_in_rows=is_in_rows).to_device
+    return DelayedBytes(DTYPE_BYTES[recipe.master], values)
 
 
 def state_files(

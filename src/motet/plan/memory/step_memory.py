@@ -33,7 +33,7 @@ from motet.parallel.step_plan.stage_memory import (
     busy_moments,
     largest_moment,
 )
-from motet.parallel.step_plan.traffic import host_link_bytes_per_element, state_file_layout
+from motet.parallel.step_plan.traffic import delayed_bytes_per_element, host_link_bytes_per_element, state_file_layout
 from motet.plan.frameworks import MEMORY_CONSTANTS, MemoryConstants
 from motet.plan.memory.framework_stage import FrameworkStage
 from motet.plan.planned_step import (
@@ -255,8 +255,8 @@ class _Estimate:
         updated = round(updated_numel(step, counts))
         host = {"gradients that were sent": float(each.to_host * updated)}
         if step.delays_update:
-            pending, values = DTYPE_BYTES[step.recipe.master] * updated, each.to_device * updated
-            host |= {"pending gradients": float(pending), "new values": float(values)}
+            delayed = delayed_bytes_per_element(step.recipe, is_in_rows=self._sharded.parameters)
+            host |= {name.replace("_", " "): float(size * updated) for name, size in delayed._asdict().items()}
         states = {"master parameters": float(state.masters), "moments": float(state.moments)}
         if step.states == "host":
             return {"host": states | host}

@@ -143,7 +143,7 @@ def simulate_host_update(
 
     `reduced` are the times at which gradients are complete, in the order of backward, and `needed` the times at which
     parts must be there, from the moment in which the norm is known. A delayed update has the seconds `delay_s` of the
-    next step for the work of the host; all values travel at its end.
+    next step for the work of the host; all values travel at its end, or in the forward that follows.
     """
     sends, hides_work = simulate_sends(parts[::-1], reduced), False
     if delay_s is None:
@@ -155,7 +155,7 @@ def simulate_host_update(
         values = simulate_update([PartSeconds(receive=part.receive, gather=part.gather) for part in parts])
         travel = [PartSpans(*(Span(start + end_s, stop + end_s) for start, stop in each)) for each in values]
         spans = [a._replace(receive=b.receive, gather=b.gather) for a, b in zip(at_work, travel, strict=True)]
-        needed = [delay_s] * len(parts)
+        needed = [delay_s + at for at in needed]
     late_s = max(span.gather.stop - at for span, at in zip(spans, needed, strict=True))
     exposed_send_s = max(0.0, sends[-1].stop - reduced[-1] - norm_s)
     return HostUpdate(parts, reduced[-1], sends, spans, exposed_send_s, max(0.0, late_s), hides_work)

@@ -35,7 +35,7 @@ from motet.parallel.step_plan.memory import model_state_memory, peak_transient_b
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.sent_activations import HostActivations, sent_sizes
 from motet.parallel.step_plan.stage_memory import StagePeaks, stage_peaks
-from motet.parallel.step_plan.traffic import host_link_bytes, state_files
+from motet.parallel.step_plan.traffic import delayed_update_bytes, host_link_bytes, state_files
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.job import Job, computed_shape
 from motet.train.memory_check.step_drawing import SavedLife, StepDrawing
@@ -65,6 +65,9 @@ def memory_need(
             "moments": state.moments,
             "gradients that were sent": sums,
         }
+        if plan.delays and place == "host":
+            delayed = delayed_update_bytes(plan, recipe, rank=rank)._asdict()
+            need |= {name.replace("_", " "): size for name, size in delayed.items()}
         return _with_activations({name: size for name, size in need.items() if size}, activations)
     return {
         "parameters": state.parameters,
@@ -199,7 +202,7 @@ def layout_memory_problem(
                 settings=communication,
                 batch_sequences=rows,
                 model_sharding=plan.model_sharding,
-                places=StatePlaces(plan.states, plan.parameters),
+                places=StatePlaces(plan.states, plan.parameters, plan.delays),
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
             need_of = partial(

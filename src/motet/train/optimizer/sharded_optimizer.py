@@ -170,12 +170,14 @@ class ShardedOptimizer:
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step of the optimizer on the master parameters, from which the model is updated."""
-        self._finish_pending()
+        has_applied = self._end_delayed_update()
         self._set_rates(learning_rate)
         self._gradient_scale, self._queued = gradient_scale, {}
         self.sharded_parameters.update()
         if self._pending is not None:
             self._pending.set_rate(learning_rate)
+            if has_applied:
+                self._send_delayed_values()
         elif self.states is not None and self.states.overlaps:
             order = self.sharded_parameters.update_order
             self.states.updates.start(order or [*self._queued], self._update_slice)
@@ -186,18 +188,32 @@ class ShardedOptimizer:
 
     def skip(self) -> None:
         """End a step whose gradients are not applied. Those of the step before are."""
-        self._finish_pending()
+        if self._end_delayed_update():
+            self._send_delayed_values()
 
-    def _finish_pending(self) -> None:
-        """Let the model compute with the masters to which the pending gradients were applied in this step."""
+    def _end_delayed_update(self) -> bool:
+        """Wait until the pending gradients are applied; returns whether there were any."""
         if self.states is None or self._pending is None or self._pending.learning_rate is None:
-            return
+            return False
         self.states.updates.wait()
         if not self.sharded_parameters.optimizer_groups:
             self._update_in_memory({0: self.sharded_parameters.no_elements})
-        self.states.send_staged()
-        self.sharded_parameters.gather_parameters()
         self._pending.clear()
+        return True
+
+    def _send_delayed_values(self) -> None:
+        """Let the model compute with the masters to which pending gradients were applied in this step."""
+        assert self.states is not None
+        slices = range(len(self.sharded_parameters.optimizer_groups))
+        order = self.sharded_parameters.update_order
+        self.states.send_staged(order or slices)
+        if self.states.overlaps:
+            self.sharded_parameters.expect_values()
+            if order is None:
+                self.sharded_parameters.wait_for_pending()
+        else:
+            self.states.wait_for_arrival(slices)
+            self.sharded_parameters.gather_parameters()
 
     def _set_rates(self, learning_rate: float) -> None:
         for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
@@ -232,24 +248,24 @@ class ShardedOptimizer:
                 self._pending.keep(gradients, self._gradient_scale)
             self._capture({index: self._pending.gradients[index] for index in gradients})
         elif self.states.overlaps:
-            self._queued = {**self._queued, **gradients}
+            self._queued |= gradients
         else:
-            self._queued, order = {**gradients}, [*gradients]
+            self._queued, order = dict(gradients), [*gradients]
             for position, index in enumerate(order, 1):
                 self._update_slice(index, order[position:])
 
     def _update_slice(self, index: int, following: Sequence[int]) -> None:
         """Update a master on the host. Files of masters that follow are read meanwhile."""
         assert self.states is not None
+        gradient = self._queued.pop(index)  # The sums of the next step get its memory
         # Pending gradients have arrived, and sums of this step may be under way
         with self.states.updating([index] if self._pending is None else []):
             if isinstance(self.states, FileStates):
-                self._update_in_files(index, self._queued[index], following)
+                self._update_in_files(index, gradient, following)
             else:
-                self._update_in_memory({index: self._queued[index]})
+                self._update_in_memory({index: gradient})
                 master = self._masters[index]
                 self._report(index, slice(0, master.numel()), master)
-        del self._queued[index]  # The sums of the next step get its memory
 
     def _report(self, index: int, elements: slice, masters: Tensor) -> None:
         """Let the device have updated elements; after a delayed update, at the end of the step."""
