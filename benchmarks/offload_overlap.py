@@ -18,7 +18,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.memory.tiers.device_limit import host_memory
+from motet.memory.tiers.host_link import Arrival, ImmediateLink
 from motet.plan.time.host_update import PartSeconds, simulate_host_update
 
 PAGE = DOCS / "offload-overlap.md"
@@ -118,35 +118,30 @@ def exposed_seconds(mode: str, blocks: int, forward_s: float, *, link_s: float, 
     return simulate_host_update(parts, reduced=reduced, needed=needed, norm_s=0.0, delay_s=delay_s).exposed_s
 
 
-class SleepingLink:
+class SleepingLink(ImmediateLink):
     """A link of two directions, in each of which one transfer follows the other."""
 
     def __init__(self, seconds_per_byte: float) -> None:
+        super().__init__(torch.device("cpu"))
         self._down, self._up = _Direction(seconds_per_byte), _Direction(seconds_per_byte)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _to_host(self, tensors: Sequence[Tensor], *, may_be_freed: bool) -> tuple[list[Tensor], Arrival]:
         with host_memory():
             copies = [torch.empty_like(tensor) for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            self._down.send(tensor.nbytes, partial(copy.copy_, tensor))
-        return copies
+        return copies, self._down.send(copies, tensors)
 
-    def wait_for_host(self) -> None:
-        self._down.wait()
-
-    def to_device(self, target: Tensor, values: Tensor) -> Callable[[], None]:
-        cast, arrived = values.to(target.dtype, copy=True), threading.Event()
-
-        def copy() -> None:
-            target.copy_(cast)
-            arrived.set()
-
-        self._up.send(target.nbytes, copy)
-        return partial(_wait_for, arrived)
+    def _to_device(self, target: Tensor, values: Tensor) -> Arrival:
+        return self._up.send([target], [values.to(target.dtype, copy=True)])
 
 
-def _wait_for(event: threading.Event) -> None:
-    event.wait()
+class _Arrival:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def let_device_wait(self) -> None:
+        self.event.wait()
+
+    wait_on_host = let_device_wait
 
 
 class _Direction:
@@ -154,22 +149,22 @@ class _Direction:
 
     def __init__(self, seconds_per_byte: float) -> None:
         self._seconds_per_byte = seconds_per_byte
-        self._waiting: queue.Queue[tuple[int, Callable[[], object]]] = queue.Queue()
+        self._waiting: queue.Queue[tuple[Sequence[Tensor], Sequence[Tensor], _Arrival]] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def send(self, size: int, copy: Callable[[], object]) -> None:
-        self._waiting.put((size, copy))
-
-    def wait(self) -> None:
-        self._waiting.join()
+    def send(self, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Arrival:
+        arrival = _Arrival()
+        self._waiting.put((copies, sources, arrival))
+        return arrival
 
     def _run(self) -> None:
         while True:
-            size, copy = self._waiting.get()
-            time.sleep(size * self._seconds_per_byte)
+            copies, sources, arrival = self._waiting.get()
+            time.sleep(sum(copy.nbytes for copy in copies) * self._seconds_per_byte)
             with torch.no_grad():
-                copy()
-            self._waiting.task_done()
+                for copy, source in zip(copies, sources, strict=True):
+                    copy.copy_(source)
+            arrival.event.set()
 
 
 class _Sleep(torch.autograd.Function):

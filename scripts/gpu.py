@@ -40,8 +40,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def sections_for(device: str, folder: str) -> list[Section]:
     """All sections, in the order in which they run; the seconds are shares of 300."""
-    from gpu_checks.model_rows import model_rows, plan_rows, wait_rows
-    from gpu_checks.parity_rows import layout_rows, parity_rows
+    from gpu_checks.model_rows import host_model_rows, model_rows, plan_rows, wait_rows
+    from gpu_checks.parity_rows import host_rows, layout_rows, parity_rows
     from gpu_checks.speed_rows import block_rows, more_rate_rows, rate_rows
 
     return [
@@ -53,6 +53,8 @@ def sections_for(device: str, folder: str) -> list[Section]:
         Section("Models, bf16 with float32 masters and AdamW", 45, model_rows(device)),
         Section("Plan against measurement", 40, plan_rows(device)),
         Section("More rates", 15, more_rate_rows(device)),
+        Section("States, parameters and activations on the host", 15, host_rows(device, folder)),
+        Section("Models with states on the host", 15, host_model_rows(device)),
     ]
 
 

@@ -26,6 +26,10 @@ class Case:
     microbatches: int
     length: float  # Length of a row, in units of 4096 tokens
     recompute: str = "none"
+    more: tuple[str, ...] = ()  # Other settings
+    # Bytes for each parameter on the device and on the host; with them the model has as many blocks as there is room
+    # for. Pinned memory of the sums, which torch rounds up to powers of two, may have twice the 4 bytes of a sum.
+    bytes_of_places: tuple[int, int] | None = None
 
 
 MODELS = {
@@ -37,6 +41,27 @@ PLANNED = {
     "1.5 B, micro-batches of 4 rows of 2048 tokens, selective recomputation": Case("1 B", 8, 2, 0.5, "selective"),
     "1.5 B, one micro-batch of 2 rows": Case("1 B", 2, 1, 1),
 }
+HOST_MODELS = {
+    "8 B, optimizer on the host": Case(
+        *("8 B", 8, 8, 1, "full"),
+        more=("layout.zero=1", "memory.optimizer=host", "communication.overlap=forward"),
+        bytes_of_places=(6, 20),
+    ),
+    "8 B, parameters and optimizer on the host": Case(
+        *("8 B", 2, 1, 1, "full"),
+        more=("layout.zero=3", "memory.optimizer=host", "memory.parameters=host"),
+        bytes_of_places=(1, 20),
+    ),
+    "8 B, optimizer and activations on the host": Case(
+        *("8 B", 8, 8, 1, "full"),
+        more=("layout.zero=1", "memory.optimizer=host", "memory.activations=host"),
+        bytes_of_places=(6, 20),
+    ),
+    "8 B, states on the device": Case("8 B", 8, 8, 1, "full", bytes_of_places=(18, 0)),
+}
+_HOST_STEPS = 2
+_SHARE_OF_MEMORY = 0.85  # The rest is that of torch, activations and the processes of the checks
+_ADAMW_BYTES = 12
 
 
 # --- waits -----------------------------------------------------------------------------------------
@@ -122,10 +147,48 @@ class _RandomBatches:
         return Batch(inputs, targets, torch.ones(targets.shape), torch.tensor([*rows]))
 
 
+def job_of_case(device: str, case: Case) -> Any:
+    """The job of a case, with all blocks of its shape or as many as there is room for."""
+    make = partial(job_of_shape, device, case.shape, case.rows, case.microbatches, case.length, case.recompute)
+    job = make(more=case.more)
+    if case.bytes_of_places is None or device != "cuda":
+        return job
+    import torch
+
+    from motet.cluster.host_limits import read_memory_limits
+    from motet.models.spec.model_spec import spec_from_settings
+
+    rooms = torch.cuda.mem_get_info()[0], min(limit.total_bytes for limit in read_memory_limits())
+    per_parameter = zip(rooms, case.bytes_of_places, strict=True)
+    most = _SHARE_OF_MEMORY * min(room / size for room, size in per_parameter if size)
+    one, two = (
+        spec_from_settings(job.model.model_copy(update={"layers": layers})).parameter_count for layers in (1, 2)
+    )
+    layers = min(job.model.layers, 1 + int((most - one) / (two - one)))
+    return make(more=[*case.more, f"model.layers={layers}"])
+
+
+def transfer_parts(engine: Any, steps: int, device: Any) -> dict[str, float]:
+    """The seconds of a step on the links to and from the host, and of the update by its cores, at measured rates."""
+    from motet.cluster.local_device import measure_host
+
+    if engine.optimizer.states is None:
+        return {}
+    host = measure_host(1, device=device)
+    names = "sums and activations to the host", "values, rows and activations to the device"
+    parts = {
+        name: sent / steps / host["link_Bps"]["value"]
+        for name, sent in zip(names, training.sent_bytes(engine), strict=True)
+    }
+    states = _ADAMW_BYTES * engine.plan.inventory.parameter_count
+    return parts | {"update by the host": states / host["update_Bps"]["value"]}
+
+
 def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
     """Median seconds and peak bytes of a step, its FLOPs and tokens, and the planner's prediction."""
     import torch
 
+    from motet.memory.policy_choice import MemorySettings
     from motet.models.build import build_trainable_model
     from motet.parallel.process.process_group import RankGroup
     from motet.train.engine import build_engine
@@ -134,7 +197,7 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
     from motet.train.step import MicroBatchLoop, TrainStep
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    job = job_of_shape(device, case.shape, case.rows, case.microbatches, case.length, case.recompute)
+    job = job_of_case(device, case)
     group, layout = RankGroup(0, 1, None, where), job.layout_for(1)
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     if device == "cuda":
@@ -153,6 +216,8 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
         times.append(perf_counter() - start_s)
     stages = engine.plan.model_sharding.stages
     predicted = predict_step(job, layout, stages, device=where)
+    on_device = job.model_copy(update={"memory": MemorySettings(recompute=job.memory.recompute)})
+    computed = predict_step(on_device, layout, stages, device=where) if case.more else None
     peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
     parameters = engine.plan.inventory.parameter_count
     return {
@@ -160,6 +225,8 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
         "tokens": case.rows * job.data.sequence_length, "flops": training_flops(job), "parameters": parameters,
         "predicted_s": predicted.step_time_s if predicted else None,
         "predicted_bytes": predicted.live_bytes if predicted else None,
+        "transfer_parts": transfer_parts(engine, _WARM_UP + steps, where),
+        "computed_s": computed.step_time_s if computed else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
     }  # fmt: skip
 
@@ -180,6 +247,21 @@ def plan_rows(device: str) -> list[Row]:
 def _model(device: str, case: Case, report: Report) -> Outcome:
     values = report.call(train_model, device, case, _STEPS)
     return Outcome(_speed_of(values, report), _learns(values["losses"]), values)
+
+
+def host_model_rows(device: str) -> list[Row]:
+    """The largest models of a shape with states in each place."""
+    return [Row(name, 60, partial(_host_model, device, case)) for name, case in HOST_MODELS.items()]
+
+
+def _host_model(device: str, case: Case, report: Report) -> Outcome:
+    values = report.call(train_model, device, case, _HOST_STEPS)
+    parts = {**({"compute": values["computed_s"]} if values["computed_s"] else {}), **values["transfer_parts"]}
+    texts = [_speed_of(values, report), _against_plan(values).result]
+    if parts:
+        texts.append(", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items()))
+        texts.append(f"{values['seconds'] / max(parts.values()):.3g} times the longest part")
+    return Outcome("; ".join(texts), _learns(values["losses"]), values)
 
 
 def _speed_of(values: dict[str, Any], report: Report) -> str:

@@ -31,8 +31,34 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         4,
         ["layout.pp=2", "layout.tp=2", "layout.chunks=2", "layout.schedule=zb-v", "layout.microbatches=4"],
     ),
+    "2 ranks, ZeRO 1, states on the host": (
+        2,
+        ["layout.zero=1", "memory.optimizer=host", "communication.overlap=forward"],
+    ),
+    "2 ranks, ZeRO 3, parameters on the host": (
+        2,
+        ["layout.zero=3", "layout.min_shard_numel=1", "memory.optimizer=host", "memory.parameters=host"],
+    ),
     "2 ranks, gradients in int8": (2, ["communication.compress_gradients=int8", "layout.zero=1"]),
 }
+HOST = "memory.optimizer=host"
+HOST_PLACES: dict[str, list[str]] = {
+    "states on the host": [HOST],
+    "states on the host, the update overlaps with the forward": [
+        HOST,
+        "layout.zero=1",
+        "communication.overlap=forward",
+        "communication.bucket_mib=0.05",
+    ],
+    "states on the host, micro-batches, ZeRO 2": [HOST, "layout.zero=2", "layout.microbatches=4"],
+    "activations on the host": ["memory.activations=host"],
+    "activations on the host, full recomputation": ["memory.activations=host", "memory.recompute=full"],
+    "parameters on the host": [HOST, "memory.parameters=host", "layout.zero=3"],
+    "parameters on the host, micro-batches": [HOST, "memory.parameters=host", "layout.zero=3", "layout.microbatches=4"],
+    "states on disk": ["memory.optimizer=disk", "memory.folder={folder}"],
+}
+DELAYED = "states on the host, delayed"
+DELAYED_UPDATE = [HOST, "memory.update=delayed"]
 _references: dict[tuple[str, ...], Trained] = {}
 
 
@@ -64,6 +90,27 @@ def layout_rows(device: str, folder: str) -> list[Row]:
     ]
     rows.append(Row("motet train, stopped and resumed on the command line", 45, partial(_command, device, folder)))
     return [Row("reproducible: same bits again, and on 2 ranks", 5, partial(_bits, device, folder)), *rows]
+
+
+def host_rows(device: str, folder: str) -> list[Row]:
+    """Memory beyond that of the device, with copies of which every row says the bytes."""
+    rows = [
+        Row(f"{name}: float64 against the CPU", 3, partial(_on_host, device, folder, settings, []))
+        for name, settings in HOST_PLACES.items()
+    ]
+    delayed = partial(_on_host, device, folder, DELAYED_UPDATE, DELAYED_UPDATE)
+    rows.append(Row(f"{DELAYED}: float64 against the CPU with the same settings", 3, delayed))
+    recipe = partial(_recipe, device, folder, [*RECIPES["bf16"], HOST], "bf16")
+    return [*rows, Row("bf16, states on the host: as far from float64 as on the CPU", 4, recipe)]
+
+
+def _on_host(device: str, folder: str, settings: Sequence[str], reference: Sequence[str], report: Report) -> Outcome:
+    expected = _on_cpu(report, folder, reference, "decoder")
+    trained = report.call(train, None, device, folder, [each.format(folder=folder) for each in settings], "decoder")
+    outcome = _verdict(worst_difference(trained, expected))
+    sent = f"{trained.to_host} bytes to the host and {trained.to_device} to the device"
+    has_sent = trained.to_host > 0 < trained.to_device
+    return Outcome(f"{outcome.result}, {sent}", bool(outcome.holds) and has_sent)
 
 
 def _on_cpu(report: Report, folder: str, overrides: Sequence[str], model: str) -> Trained:

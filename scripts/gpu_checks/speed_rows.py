@@ -1,6 +1,6 @@
 """Rows of speed: rates of the device, blocks and whole models as they run today, waits of the host, and the plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -137,7 +137,9 @@ def model_settings(device: str, shape: str) -> Any:
     return job_of_shape(device, shape, 1, 1, 1.0, "none").model
 
 
-def job_of_shape(device: str, shape: str, rows: int, microbatches: int, length: float, recompute: str) -> Any:
+def job_of_shape(
+    device: str, shape: str, rows: int, microbatches: int, length: float, recompute: str, *, more: Sequence[str] = ()
+) -> Any:
     from motet.train.job import load_job
 
     tokens = int(_TOKENS[device] * length)
@@ -148,6 +150,7 @@ def job_of_shape(device: str, shape: str, rows: int, microbatches: int, length: 
         *(f"data.sequence_length={tokens}", f"data.batch_sequences={rows}", f"layout.microbatches={microbatches}"),
         *("precision.recipe=bf16", "run.steps=100", "run.ranks=1", "data.restart_documents=false"),
         *([f"memory.recompute={recompute}"] if recompute != "none" else []),
+        *more,
     ]
     return load_job("tiny", settings)
 

@@ -43,6 +43,8 @@ class Trained:
     norms: list[float]
     tensors: dict[str, Any]
     rates: float  # The sum of the learning rates
+    to_host: int = 0  # Bytes of sums and activations
+    to_device: int = 0
 
 
 def train(place: Any, device: str, folder: str, overrides: Sequence[str], model: str, stop_at: int = 0) -> Trained:
@@ -73,7 +75,15 @@ def train(place: Any, device: str, folder: str, overrides: Sequence[str], model:
             parts.state.save(last)
         torch.use_deterministic_algorithms(False)
         tensors = _saved_tensors(parts.state.checkpoint_folder) if place.rank == 0 else {}
-        return Trained(losses, norms, tensors, job.optimizer.learning_rate * STEPS)
+        return Trained(losses, norms, tensors, job.optimizer.learning_rate * STEPS, *sent_bytes(parts.engine))
+
+
+def sent_bytes(engine: Any) -> tuple[int, int]:
+    """The bytes that an engine has sent to the host and to the device."""
+    states, recomputation = engine.optimizer.states, engine.recomputation.recomputation
+    users = [states, None if recomputation is None else recomputation.offloaded]
+    links = [user.link for user in users if user is not None]
+    return sum(link.sent_to_host for link in links), sum(link.sent_to_device for link in links)
 
 
 def small_job(folder: str, device: str, overrides: Sequence[str], model: str) -> Any:

@@ -126,7 +126,12 @@ _HOSTS = """
 Masters and moments that do not lie on the devices are in the memory of the host, or on its disk. The memory is that of
 all devices of a host together, the link that of one device in one direction. *Updates* are the bytes of masters and
 moments that all cores together update in a second: 0.3 of the datasheet's bandwidth of the memory, since 28 bytes
-travel for 12 of them, and 70 % of the bandwidth is assumed to be reached. Other presets have no section `[host]`.
+travel for 12 of them, and 70 % of the bandwidth is assumed to be reached. Channels and speeds of modules are assumed
+too, as the comments of the presets say, and so are the speeds of disks. Other presets have no section `[host]`.
+
+Memory, processors and numbers of disks are those of NVIDIA's user guides and reference architectures of DGX B200, H200
+and H100, and of its announcements of DGX A100 (320 GB and 640 GB), DGX-2 and DGX-1. `gh200` is a node of four GH200 as
+in JUPITER (120 GB at 512 GB/s for each), where a host with one GH200 has 480 GB at 384 GB/s, as GB200 is assumed to.
 """
 
 

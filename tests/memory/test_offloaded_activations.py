@@ -113,7 +113,7 @@ def test_the_gradients_of_any_module_have_the_same_bits(recompute: str) -> None:
         assert all(map(torch.equal, gradients(module), expected))
         del first, second
         link = offloaded.link
-        assert link.host_bytes == 0 < link.sent_to_host <= link.sent_to_device
+        assert offloaded.host_bytes == 0 < link.sent_to_host <= link.sent_to_device
         before = link.sent_to_host
         with torch.no_grad():
             module(x)
@@ -147,7 +147,7 @@ def test_two_blocks_stay_on_the_device() -> None:
         with offloading(module) as offloaded:
             after, most = run()
             link = offloaded.link
-            assert link.sent_to_host == link.peak_host_bytes == (2 * (blocks - 1) + 1) * STORAGE
+            assert link.sent_to_host == offloaded.peak_host_bytes == (2 * (blocks - 1) + 1) * STORAGE
             assert link.sent_to_device == 2 * (blocks - 1) * STORAGE  # The last block keeps its input
     slack = STORAGE // 2  # The loss, and gradients of biases
     assert abs(kept - (2 * blocks + 1) * STORAGE) < slack

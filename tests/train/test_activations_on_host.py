@@ -44,10 +44,10 @@ def moved_bytes(group: RankGroup, job: Job) -> tuple[list[int], list[int]]:
             step.step(index, job.optimizer.learning_rate)
         recomputation = engine.recomputation.recomputation
         assert recomputation is not None and recomputation.offloaded is not None
-        link = recomputation.offloaded.link
-        assert link.host_bytes == 0  # After a step nothing is left
+        offloaded, link = recomputation.offloaded, recomputation.offloaded.link
+        assert offloaded.host_bytes == 0  # After a step nothing is left
         predicted = predict_host_activations(job, engine.plan, parts.layout, rank=group.rank)
-        sent = [link.peak_host_bytes, link.sent_to_host // STEPS, link.sent_to_device // STEPS]
+        sent = [offloaded.peak_host_bytes, link.sent_to_host // STEPS, link.sent_to_device // STEPS]
         return sent, [predicted.peak_bytes, predicted.to_host, predicted.to_device]
 
 

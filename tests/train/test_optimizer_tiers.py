@@ -5,8 +5,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from motet.memory.tiers import optimizer_states
-from motet.memory.tiers.host_link import ImmediateLink
+from motet.memory.tiers.host_link import Arrival, ImmediateLink
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, local_shard
@@ -305,21 +307,47 @@ def test_the_forward_begins_before_the_last_update(ranks: Ranks, tmp_path: Path,
 
 
 class SlowLink(ImmediateLink):
-    """Values arrive some time after they were sent, in another thread."""
+    """Sums and values arrive some time after they were sent, in another thread."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._sender = ThreadPoolExecutor(1)
+        self.has_sent = threading.Event()  # Sums of the step that is under way
+        self.alive = list[int]()  # Copies of sums that the host has when those of a bucket are sent
+        self.waiting_threads = set[str]()  # Threads that have waited for sums
+        self._sums = weakref.WeakSet[torch.UntypedStorage]()
 
-    def to_device(self, target: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
-        cast = values.to(target.dtype, copy=True)
+    def _to_host(self, tensors: Sequence[torch.Tensor], *, may_be_freed: bool) -> tuple[list[torch.Tensor], Arrival]:
+        self.alive.append(len(self._sums))
+        self.has_sent.set()
+        copies = [torch.zeros_like(tensor) for tensor in tensors]
+        self._sums.update(copy.untyped_storage() for copy in copies)
+        return copies, self._send(copies, tensors)
 
+    def _to_device(self, target: torch.Tensor, values: torch.Tensor) -> Arrival:
+        return self._send([target], [values.to(target.dtype, copy=True)])
+
+    def _send(self, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Arrival:
         def send() -> None:
             time.sleep(0.02)
             with torch.no_grad():
-                target.copy_(cast)
+                for copy, source in zip(copies, sources, strict=True):
+                    copy.copy_(source)
 
-        return self._sender.submit(send).result
+        return SlowArrival(self, self._sender.submit(send))
+
+
+@dataclass(frozen=True)
+class SlowArrival:
+    link: SlowLink
+    sent: Future[None]
+
+    def let_device_wait(self) -> None:
+        self.sent.result()
+
+    def wait_on_host(self) -> None:
+        self.link.waiting_threads.add(threading.current_thread().name)
+        self.sent.result()
 
 
 def trained_over_a_slow_link(group: RankGroup, job: Job) -> Trained:
@@ -340,3 +368,45 @@ def test_a_forward_waits_for_values_that_arrive_late(ranks: Ranks, tmp_path: Pat
     for (results, tensors, *_), (other_results, other_tensors, *_) in zip(here, there, strict=True):
         assert results == other_results
         assert [name for name in tensors if not has_same_bits(tensors[name], other_tensors[name])] == []
+
+
+def waits_for_sums(group: RankGroup, job: Job) -> tuple[int, set[str]]:
+    """The most copies of sums of earlier steps that the host has in a step, and the threads that wait for sums."""
+    with pytest.MonkeyPatch.context() as patch, precision_context(job), tempfile.TemporaryDirectory() as folder:
+        patch.setattr(optimizer_states, "link_of", SlowLink)
+        parts = build_components(job, group, Path(folder))
+        optimizer, step = parts.engine.optimizer, parts.make_train_step(job)
+        states, update_slice = optimizer.states, optimizer._update_slice
+        assert states is not None and isinstance(states.link, SlowLink)
+        link, alive = states.link, list[int]()
+
+        def update_behind_sums(index: int, following: Sequence[int]) -> None:
+            assert not optimizer.delays or link.has_sent.wait(30)
+            update_slice(index, following)
+
+        optimizer._update_slice = update_behind_sums
+        for index in range(4):
+            link.alive.clear()
+            link.has_sent.clear()
+            step.step(index, 0.01)
+            alive.append(link.alive[0])
+        optimizer.sharded_parameters.wait_for_pending()
+        return max(alive), link.waiting_threads
+
+
+@pytest.mark.parametrize(
+    ("settings", "thread"),
+    [
+        ([], "MainThread"),
+        (["communication.overlap=forward"], "motet-host-update_0"),
+        (["memory.update=delayed"], "MainThread"),  # An update in the background waits for no sums of its step
+        (["memory.update=delayed", "communication.overlap=forward"], "MainThread"),
+    ],
+)
+def test_the_sums_of_a_step_are_freed_before_the_next_arrive(
+    ranks: Ranks, tmp_path: Path, settings: list[str], thread: str
+) -> None:
+    job = small_job(tmp_path, "layout.zero=1", "memory.optimizer=host", "communication.bucket_mib=0.05", *settings)
+    for alive, threads in ranks.run(1, waits_for_sums, job, timeout_s=120):
+        assert alive == 0
+        assert thread in threads and threads <= {"MainThread", thread}

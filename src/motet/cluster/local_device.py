@@ -191,13 +191,21 @@ def rate_kernels(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure_host(ranks: int, repeats: int = 3) -> dict[str, Any]:
-    """The section [host] of a cluster file for CPU ranks of this machine, without its disk. More ranks than cores share
-    the cores."""
+def measure_host(ranks: int, repeats: int = 3, *, device: torch.device | None = None) -> dict[str, Any]:
+    """The section [host] of a cluster file for ranks of this machine, without its disk. More ranks than cores share the
+    cores. The link is that of `device`, from pinned memory; by default ranks are processors."""
     parameter = torch.zeros(_UPDATED, requires_grad=True)
     parameter.grad = torch.ones(_UPDATED)
-    optimizer, target = torch.optim.AdamW([parameter], fused=True), torch.zeros(_UPDATED)
-    kernels: tuple[Callable[[], object], ...] = (optimizer.step, lambda: target.copy_(parameter.detach()))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    is_cuda = device is not None and device.type == "cuda"
+    source, target = torch.zeros(_UPDATED, pin_memory=is_cuda), torch.zeros(_UPDATED, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize(device)
+
+    kernels: tuple[Callable[[], object], ...] = (optimizer.step, copy)
     update_s, copy_s = (statistics.median([_seconds(kernel) for _ in range(repeats + 1)][1:]) for kernel in kernels)
     cores = usable_cores()
     return {

@@ -176,6 +176,11 @@ class IoTraffic:
     bytes_written: int = 0
     busy_s: float = 0.0
 
+    def __add__(self, other: "IoTraffic") -> "IoTraffic":
+        return IoTraffic(
+            self.bytes_read + other.bytes_read, self.bytes_written + other.bytes_written, self.busy_s + other.busy_s
+        )
+
     def __sub__(self, earlier: "IoTraffic") -> "IoTraffic":
         return IoTraffic(
             self.bytes_read - earlier.bytes_read,

@@ -95,7 +95,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
         settings.communication,
         resolved.sharding,
         independent_replicas=settings.outer.every is not None,
-        splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1,
+        uses_cluster=resolved.dims.size(TENSOR_DIMENSION) > 1,
     )
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]

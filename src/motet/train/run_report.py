@@ -14,6 +14,7 @@ from motet.monitor.sinks import Callback
 from motet.parallel.process.process_group import ranks_on_this_host
 from motet.precision.numerics import numerics_remark
 from motet.train.build import TrainingComponents
+from motet.train.forecast.disk_speed import disk_speed_of_run
 from motet.train.job import Job, training_flops
 from motet.train.job_step_plan import split_warnings
 from motet.train.pipeline.predicted_bubble import bubble_warning
@@ -40,6 +41,7 @@ class RunReport:
         self._warning_about_peak = self._warning_about_shared_host()
         if self._warning_about_peak:
             self._peak_flops = None
+        self._disk_speed = disk_speed_of_run(self.job, self.parts)
 
     def report_start(self, resume_point: ResumePoint) -> None:
         """Report what runs where, and warn of everything that the user should know before the first step."""
@@ -130,6 +132,8 @@ class RunReport:
         for event in (step_done, result.overflow, result.recomputation, result.numerics):
             if event is not None:
                 self.monitor.on_event(event)
+        if self._disk_speed is not None and (text := self._disk_speed.warning_after_step()):
+            self.monitor.on_event(WarningIssued(text=text))
 
     def report_sample(self) -> None:
         """Let the trained model continue the job's prompt; all ranks call this."""

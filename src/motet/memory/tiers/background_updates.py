@@ -15,14 +15,13 @@ UpdateSlice = Callable[[int, Sequence[int]], None]  # (slice, the next ones)
 class BackgroundUpdates:
     """The slices that the host has yet to update. An error of an update is raised by all calls that wait."""
 
-    def __init__(self, *, in_thread: bool) -> None:
-        """Updates happen in the thread that starts them unless `in_thread`."""
+    def __init__(self, device: torch.device | None) -> None:
+        """Updates happen in a thread that sends values to this device; without one, in the thread that starts them."""
         self._condition, self._left = Condition(), set[int]()
         self._run_in_thread: Future[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
-        if in_thread:
-            threads = torch.get_num_threads()  # A thread begins with the number of the environment
-            self._executor = ThreadPoolExecutor(1, "motet-host-update", torch.set_num_threads, (threads,))
+        if device is not None:
+            self._executor = ThreadPoolExecutor(1, "motet-host-update", _prepare, (device, torch.get_num_threads()))
             finalize(self, self._executor.shutdown, wait=False)
 
     def start(self, order: Sequence[int], update: UpdateSlice) -> None:
@@ -58,3 +57,11 @@ class BackgroundUpdates:
         """Wait until no update runs, whether one has failed or not."""
         if self._run_in_thread is not None:
             self._run_in_thread.exception()
+
+
+def _prepare(device: torch.device, threads: int) -> None:
+    """Let this thread have what a new one does not inherit: the number of its threads, and the current device, on which
+    pinned memory would else start CUDA for GPU 0."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -21,7 +21,7 @@ from motet.core.errors import InputError
 from motet.core.units import dtype_name
 from motet.memory.policy_choice import MIN_SENT_BYTES
 from motet.memory.storage_tracker import is_on_host, mark_saved_activations
-from motet.memory.tiers.device_limit import host_memory
+from motet.memory.tiers.host_link import HAS_ARRIVED, link_of
 from motet.memory.torch_private import (
     detach_with_version,
     own_buffers,
@@ -32,57 +32,16 @@ from motet.memory.torch_private import (
 from motet.models.torch_private import own_parameters, storage_key
 
 
-class ActivationLink:
-    """Copies of storages in both directions between the device of a rank and its host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.sent_to_host = self.sent_to_device = 0  # Bytes since the run began
-        self.host_bytes = self.peak_host_bytes = 0  # Bytes of copies on the host
-        self._host = torch.device("meta" if device.type == "meta" else "cpu")  # A rehearsal knows no values
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def send(self, source: Tensor) -> tuple[Tensor, Any]:
-        """A copy on the host, and an event after which it is complete."""
-        with host_memory(self.device):
-            pinned = self._stream is not None
-            copy = torch.empty(source.shape, dtype=source.dtype, device=self._host, pin_memory=pinned)
-        self.sent_to_host += source.nbytes
-        self.host_bytes += source.nbytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        return copy, self._copy(copy, source)
-
-    def fetch(self, source: Tensor) -> tuple[Tensor, Any]:
-        """A copy on the device, and an event after which it is complete."""
-        copy = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-        self.sent_to_device += source.nbytes
-        return copy, self._copy(copy, source)
-
-    def wait(self, event: Any) -> None:
-        """Let the device wait for a copy before its next kernel."""
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _copy(self, copy: Tensor, source: Tensor) -> Any:
-        if self._stream is None:
-            copy.copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            copy.copy_(source, non_blocking=True)
-            return self._stream.record_event()
-
-
 class _SavedStorage:
     """A storage of saved tensors: on the device, on the host, or on both."""
 
-    def __init__(self, tensor: Tensor, link: ActivationLink) -> None:
+    def __init__(self, tensor: Tensor, owner: "OffloadedActivations") -> None:
         storage, self.key = storage_and_key(tensor)
-        self.ref, self.version, self._link = weakref.ref(storage), version(tensor), link
+        self.ref, self.version, self._owner = weakref.ref(storage), version(tensor), owner
         self.calls = set[int]()  # Calls of blocks for which it stays on the device
         self.host: Tensor | None = None
         self.device: Tensor | None = _bytes_of(tensor)
-        self._event: Any = None  # The end of a copy that goes on
+        self._arrival = HAS_ARRIVED  # That of a copy which may be under way
 
     def is_same(self, tensor: Tensor) -> bool:
         """Whether it is the storage of a tensor, and was not changed since."""
@@ -97,7 +56,8 @@ class _SavedStorage:
         """Begin to copy it to the host, unless it was done before."""
         if self.host is None and self.device is not None:
             mark_saved_activations([self.device])
-            self.host, self._event = self._link.send(self.device)
+            (self.host,), self._arrival = self._owner.link.to_host([self.device], may_be_freed=False)
+            self._owner.count_on_host(self.host.nbytes)
 
     def leave(self) -> None:
         """Free it on the device; kernels after this one may overwrite it."""
@@ -107,18 +67,18 @@ class _SavedStorage:
     def fetch(self) -> None:
         """Begin to copy it to the device, unless it is there."""
         if self.device is None and self.host is not None:
-            self.device, self._event = self._link.fetch(self.host)
+            self.device, self._arrival = self._owner.link.fetch(self.host)
             mark_saved_activations([self.device])
 
     def settle(self) -> None:
         """Let the next kernel wait for the copy that goes on."""
-        event, self._event = self._event, None
-        self._link.wait(event)
+        arrival, self._arrival = self._arrival, HAS_ARRIVED
+        arrival.let_device_wait()
 
     def __del__(self) -> None:
         """Memory to which a copy goes on is not given to other tensors."""
         self.settle()
-        self._link.host_bytes -= 0 if self.host is None else self.host.nbytes
+        self._owner.count_on_host(0 if self.host is None else -self.host.nbytes)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -249,7 +209,8 @@ class OffloadedActivations:
         self._blocks, self._names, self._starts = blocks, [names[block] for block in blocks], starts
         in_blocks = {part for block in blocks for part in block.modules()}
         self._outside = [part for part in module.modules() if part not in in_blocks]
-        self.link = ActivationLink(device)
+        self.link = link_of(device)
+        self.host_bytes = self.peak_host_bytes = 0  # Bytes of copies on the host
         self._latest: weakref.ref[BlockCall] | None = None
         self._in_backward: weakref.ref[BlockCall] | None = None
         self._on_device = weakref.WeakSet[BlockCall]()
@@ -296,6 +257,11 @@ class OffloadedActivations:
                 other.leave()
                 self._on_device.discard(other)
 
+    def count_on_host(self, change: int) -> None:
+        """Count bytes of copies that the host gets, or that it frees."""
+        self.host_bytes += change
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+
     def keys_of_parameters(self, index: int) -> set[int]:
         """The storages of the parameters and buffers of a block, and of those outside of blocks."""
         tensors: list[Tensor | None] = [*self._blocks[index].parameters(), *self._blocks[index].buffers()]
@@ -322,7 +288,7 @@ class OffloadedActivations:
         """The storage of a tensor, which another block of this forward may have saved too."""
         storage = self._storages_of_forward.get(key)
         if storage is None or not storage.is_same(tensor):
-            storage = self._storages_of_forward[key] = _SavedStorage(tensor, self.link)
+            storage = self._storages_of_forward[key] = _SavedStorage(tensor, self)
         storage.hold(tensor)
         return storage
 

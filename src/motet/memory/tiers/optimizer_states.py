@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from motet.core.direct_io import IoTraffic
 from motet.memory.policy_choice import MemorySettings
 from motet.memory.tiers.background_updates import BackgroundUpdates
 from motet.memory.tiers.device_limit import host_memory, mark_as_host
 from motet.memory.tiers.file_tensors import FileTensors, PieceFunction
-from motet.memory.tiers.host_link import WaitForArrival, link_of
+from motet.memory.tiers.host_link import Arrival, link_of
 from motet.memory.tiers.scratch_folder import run_subfolder
 
 MASTER = "master"
@@ -43,13 +44,11 @@ class HostStates:
         self.masters = list[Tensor]()  # All slices, in the order in which engines have allocated them
         self._targets = list[Target | None]()  # By slice
         self._staged = dict[int, Tensor]()
-        self._arrivals = dict[int, WaitForArrival]()
-        self.sent_to_host = self.sent_to_device = 0  # Bytes since the run began
-        self._host = torch.device("meta" if device.type == "meta" else "cpu")  # A rehearsal knows no values
+        self._sums, self._values = dict[int, Arrival](), dict[int, Arrival]()  # By slice
         self.link = link_of(device)
         is_real = device.type != "meta"
-        self.updates = BackgroundUpdates(in_thread=(delays or overlaps) and is_real)
-        self._sends = BackgroundUpdates(in_thread=delays and overlaps and is_real)  # Of values that were staged
+        self.updates = BackgroundUpdates(device if (delays or overlaps) and is_real else None)
+        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Of staged values
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
@@ -58,14 +57,14 @@ class HostStates:
         return made
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros on the host."""
+        """A tensor of zeros on the host, which the device does not read."""
         with host_memory(self.device):
-            return torch.zeros(numel, dtype=dtype, device=self._host, pin_memory=self._is_pinned)
+            return torch.zeros(numel, dtype=dtype, device=self.link.host)
 
     def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
         """Rows of parameters on the host, which are padded to other lengths, and masters of further slices. Here the
         rows without padding are the masters themselves (None)."""
-        rows = [self.host_tensor(length, self._master) for length in padded]
+        rows = [self.link.rows(length, self._master) for length in padded]
         self.masters += [each[:length] for each, length in zip(rows, lengths, strict=True)]
         return rows, None
 
@@ -75,18 +74,26 @@ class HostStates:
             return {kind: torch.zeros_like(self.masters[index]) for kind in kinds}
 
     @property
-    def _is_pinned(self) -> bool:
-        return self.device.type == "cuda"
+    def sent_to_host(self) -> int:
+        """Bytes of sums since the run began."""
+        return self.link.sent_to_host
 
-    def to_host(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of reduced gradients on the host, which have arrived inside of `updating`."""
-        self.sent_to_host += sum(gradient.nbytes for gradient in gradients)
-        return self.link.to_host(gradients)
+    @property
+    def sent_to_device(self) -> int:
+        """Bytes of values and rows since the run began."""
+        return self.link.sent_to_device
+
+    def to_host(self, sums: Sequence[Tensor], slices: Sequence[int] = ()) -> list[Tensor]:
+        """Copies of reduced gradients on the host, which have arrived inside of `updating` of their slices."""
+        copies, arrival = self.link.to_host(sums)
+        self._sums |= dict.fromkeys(slices, arrival)
+        return copies
 
     def fetch(self, rows: Tensor) -> Tensor:
         """A copy of rows of parameters on the device, in their dtype."""
-        self.sent_to_device += rows.nbytes
-        return self.link.fetch(rows)
+        copy, arrival = self.link.fetch(rows)
+        arrival.let_device_wait()
+        return copy
 
     def set_targets(self, targets: Sequence[Target | None]) -> None:
         """Name the tensors that get the values of the slices which were allocated last; a master that is read itself
@@ -119,21 +126,22 @@ class HostStates:
         self._sends.start(order, lambda index, _: self.send(index, slice(None), self._staged[index]))
 
     def _to_device(self, index: int, target: Tensor, values: Tensor) -> None:
-        self.sent_to_device += target.nbytes
-        self._arrivals[index] = self.link.to_device(target, values)  # Earlier elements arrive earlier
+        self._values[index] = self.link.to_device(target, values)  # Earlier elements arrive earlier
 
     def wait_for_arrival(self, slices: Iterable[int]) -> None:
         """Wait until the host has updated these slices, and let the device wait until their values have arrived."""
         slices = [*slices]
         (self._sends if self.delays else self.updates).wait(slices)
         for index in slices:
-            if (wait := self._arrivals.pop(index, None)) is not None:
-                wait()
+            if (arrival := self._values.pop(index, None)) is not None:
+                arrival.let_device_wait()
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Inside, gradients have arrived, and this thread updates slices on the host."""
-        self.link.wait_for_host()
+    def updating(self, slices: Iterable[int]) -> Iterator[None]:
+        """Inside, the sums of these slices have arrived, and this thread updates slices on the host."""
+        for index in slices:
+            if (arrival := self._sums.pop(index, None)) is not None:
+                arrival.wait_on_host()
         with host_memory(self.device), torch.no_grad():
             yield
 
@@ -175,7 +183,7 @@ class FileStates(HostStates):
         return made
 
     def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
-        return [self.host_tensor(length, self._master) for length in padded], self.allocate(lengths)
+        return [self.link.rows(length, self._master) for length in padded], self.allocate(lengths)
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         files, local = self._place_of_slice[index]
@@ -199,11 +207,16 @@ class FileStates(HostStates):
             files.tensors(MASTER)  # Waits for writes; changes of views are written back before the next update
 
     @property
+    def traffic(self) -> IoTraffic:
+        """The transfers that have ended since the run began, without a wait for others. Any thread may ask."""
+        return sum((files.traffic for files in self._parts), IoTraffic())
+
+    @property
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes that were read and written since the run began."""
         for files in self._parts:
             files.flush()
-        return sum(each.bytes_read for each in self._parts), sum(each.bytes_written for each in self._parts)
+        return self.traffic.bytes_read, self.traffic.bytes_written
 
 
 def make_states(

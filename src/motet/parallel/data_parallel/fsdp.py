@@ -161,7 +161,7 @@ class FSDP2DataParallel:
         padded = padded_rows(self.fsdp_modules)
         allocated, masters = states.allocate_rows(lengths, [padded[parameter] for parameter in trained])
         rows = dict(zip(trained, allocated, strict=True))
-        rows |= {p: states.host_tensor(numel, p.dtype) for p, numel in padded.items() if p not in rows}
+        rows |= {p: states.link.rows(numel, p.dtype) for p, numel in padded.items() if p not in rows}
         receive = None if device.type == "cuda" else self._receive
         for fsdp_module in self.fsdp_modules:
             keep_rows_on_host(fsdp_module, rows, compute=self._compute, fetch=states.fetch, receive=receive)
@@ -174,7 +174,7 @@ class FSDP2DataParallel:
         Gradients of later micro-batches have been added to it."""
         assert self._hosted is not None
         if id(rows) in self._received:
-            self._hosted.states.sent_to_host += rows.nbytes
+            self._hosted.states.link.count(to_host=rows.nbytes)
             return rows
         (received,) = self._hosted.states.to_host([rows])
         self._received[id(received)] = received
@@ -286,7 +286,7 @@ class FSDP2DataParallel:
             return
         if self.mesh.shard_group.device.type == "cuda":  # FSDP2 has copied them
             reduced = (p.grad for p in self.sharded_parameters.values() if p.grad is not None)
-            hosted.states.sent_to_host += sum(_local_rows(gradient).nbytes for gradient in reduced)
+            hosted.states.link.count(to_host=sum(_local_rows(gradient).nbytes for gradient in reduced))
         if self._is_last:
             hosted.sums = dict(enumerate(self.local_gradients()))
 

@@ -24,7 +24,8 @@ class HostedSlices:
 
     def send(self, slices: Sequence[int], sums: Sequence[Tensor]) -> None:
         """Send the sums of slices to the host."""
-        self.sums |= zip(slices, self.states.to_host(sums), strict=True)
+        copies = self.states.to_host(sums, [self._first + index for index in slices])
+        self.sums |= zip(slices, copies, strict=True)
 
     def wait(self, slices: Iterable[int]) -> None:
         """Wait until the device has the values of slices that the host updates."""

@@ -55,9 +55,11 @@ def _cluster(job: Job, ranks: int, device: torch.device) -> PlannedCluster | Non
         return load_planned_cluster(source, ranks)
     if device.type != "cpu":
         name = device_name(device)
+        if ranks > 1 or not find_device(name):
+            return None
         port = {"kind": "switch", "alpha_s": 0, "bandwidth_Bps": 1}  # One device sends nothing
-        values = {"device": name, "devices_per_host": 1, "inside": port}
-        return _planned(values, 1) if ranks == 1 and find_device(name) else None
+        host = {} if job.memory.optimizer == "device" else {"host": measure_host(1, device=device)}
+        return _planned({"device": name, "devices_per_host": 1, "inside": port, **host}, 1)
     rates = measure_rates(job.precision.resolved.compute, _REPEATS)
     bus_Bps = rates["memory_Bps"]["value"] * _BUS_SHARE  # noqa: N806 - a unit
     port = {"kind": "bus", "alpha_s": _ALPHA_S, "bandwidth_Bps": bus_Bps, "bus_Bps": bus_Bps}

@@ -64,7 +64,7 @@ def check_job(job: Job, ranks: int) -> Layout:
         job.communication,
         layout.sharding,
         independent_replicas=job.outer.every is not None,
-        splits_layers=layout.dims.size(TENSOR_DIMENSION) > 1,
+        uses_cluster=layout.dims.size(TENSOR_DIMENSION) > 1 or job.memory.optimizer != "device",
     )
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)

@@ -118,7 +118,7 @@ class ShardedOptimizer:
         if states is not None and states.delays:
             self._pending = PendingGradients(self._masters, states.host_tensor)
             states.make_room_to_stage()
-        self._queued = dict[int, Tensor]()  # The gradients of masters that the host updates next
+        self._queued = dict[int, Tensor]()  # The gradients of masters that the host has yet to update
         sharded_parameters.set_optimizer(self._update_masters)
 
     def begin_step(self) -> None:
@@ -244,7 +244,7 @@ class ShardedOptimizer:
         if self.states is None:
             self._update_in_memory(gradients)
         elif self._pending is not None:
-            with self.states.updating():
+            with self.states.updating(gradients):
                 self._pending.keep(gradients, self._gradient_scale)
             self._capture({index: self._pending.gradients[index] for index in gradients})
         elif self.states.overlaps:
@@ -257,8 +257,9 @@ class ShardedOptimizer:
     def _update_slice(self, index: int, following: Sequence[int]) -> None:
         """Update a master on the host. Files of masters that follow are read meanwhile."""
         assert self.states is not None
-        gradient = self._queued.pop(index)
-        with self.states.updating():
+        gradient = self._queued.pop(index)  # The sums of the next step get its memory
+        # Pending gradients have arrived, and sums of this step may be under way
+        with self.states.updating([index] if self._pending is None else []):
             if isinstance(self.states, FileStates):
                 self._update_in_files(index, gradient, following)
             else:

@@ -138,15 +138,16 @@ def check_communication(
     sharding: DataParallelSharding,
     *,
     independent_replicas: bool = False,
-    splits_layers: bool = False,
+    uses_cluster: bool = False,
 ) -> None:
     """Raise if an algorithm or codec does not exist, or does not work for the groups of the layout.
 
-    Where ranks split layers, a cluster says which of them share a host.
+    With `uses_cluster` a cluster is of use where the backend chooses all algorithms, too: it says which ranks share a
+    host where ranks split layers, and has the figures of hosts that keep states.
     """
     settings = without_forward_overlap(settings) if independent_replicas else settings
     _check_codecs(settings, sharding)
-    _check_cluster(settings, sharding, splits_layers=splits_layers)
+    _check_cluster(settings, sharding, uses_cluster=uses_cluster)
     shards = len(resolve_communication_groups(settings, sharding).shard_groups[0])
     shard_codec = resolve_codecs(settings, sharding).shard_gradients
     is_dense = shard_codec is None or isinstance(shard_codec, BlockwiseCodec)
@@ -175,7 +176,7 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
     )
 
 
-def _check_cluster(settings: CommunicationSettings, sharding: DataParallelSharding, *, splits_layers: bool) -> None:
+def _check_cluster(settings: CommunicationSettings, sharding: DataParallelSharding, *, uses_cluster: bool) -> None:
     algorithms = {field: getattr(settings, field) for field in ("all_reduce", "reduce_scatter", "all_gather")}
     if settings.cluster is None:
         automatic = next((field for field, name in algorithms.items() if name == AUTO), None)
@@ -186,7 +187,7 @@ def _check_cluster(settings: CommunicationSettings, sharding: DataParallelShardi
         )
         return
     check_input(
-        set(algorithms.values()) != {BACKEND} or splits_layers,
+        set(algorithms.values()) != {BACKEND} or uses_cluster,
         f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
         "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm",
     )
