@@ -74,7 +74,7 @@ def check_same(jobs: Sequence[Job], ranks: Ranks, world: int, *, with_norms: boo
         after_updates = planned.to_device - planned.fetched
         assert sent == [STEPS * planned.to_host, STEPS * planned.fetched + updates * after_updates]
         assert planned.to_host > 0 and planned.fetched > 0 and updates
-        assert moved == [updates * files, updates * files]
+        assert moved == [updates * files + STEPS * planned.read, updates * files]
 
 
 @pytest.mark.parametrize(

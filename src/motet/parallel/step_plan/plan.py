@@ -41,6 +41,7 @@ class StepPlan:
     outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
     states: Place = "device"  # The place of masters and moments
     parameters: Place = "device"  # The place of parameters that are cut into rows
+    window: int = 2  # Units whose rows the host reads ahead, if they lie on disk
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:
