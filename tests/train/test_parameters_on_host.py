@@ -132,6 +132,12 @@ def test_shard_groups_of_one_rank_have_the_bits_of_stage_0(
     "pair", [("device/device", "host/host"), pytest.param(("host/host", "host/device"), marks=pytest.mark.proof)]
 )
 def test_a_run_goes_on_with_rows_in_another_place(ranks: Ranks, tmp_path: Path, pair: tuple[str, str]) -> None:
+    check_resumed(ranks, tmp_path, pair)
+
+
+def check_resumed(ranks: Ranks, tmp_path: Path, pair: tuple[str, str]) -> None:
+    """A run that goes on with states and rows in another place has the bits of one that was not interrupted."""
+
     def job_in(places: str, steps: int) -> Job:
         settings = ["precision.recipe=bf16", "optimizer.schedule.kind=constant", f"run.steps={steps}"]
         return job_of(tmp_path, "zero=3", places, *settings)

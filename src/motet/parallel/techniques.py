@@ -54,6 +54,12 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "states on disk": {"memory.optimizer": ("disk",)},
     "parameters on the host": {"memory.parameters": ("host",), "memory.optimizer": ("host", "disk")},
     "activations on the host": {"memory.activations": ("host",)},
+    "parameters on disk": {"memory.parameters": ("disk",), "memory.optimizer": ("disk",)},
+    "forward overlap at stage 3": {
+        "communication.overlap": ("forward",),
+        "layout.zero": (3,),
+        "memory.optimizer": ("host", "disk"),
+    },
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -86,6 +92,8 @@ n n n n n n n n n n n n n n n n n n n n
 + + + + + + g + + + b d d + + + + + n n + + x = +
 y y y + + h y y + + b d d A + + + + n n + + + + + +
 + + + + + + + + + + + B + + + + + + n n + + + + + + +
+y y y + + h y y + + b d d A + + + + n n + + x = + = + +
+= = = + + + = = + + b d d + + + + + n n + + + + + + + C +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -124,6 +132,7 @@ REFUSALS: dict[str, str] = {
     "A": "a shard group of one rank exchanges no partial sums at stage 3",
     "x": "pieces of a file have one dtype for all parameters",
     "B": "workers of server processes keep the activations of whole models on their devices",
+    "C": "the host reads rows of the next blocks ahead, which are not updated yet then",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

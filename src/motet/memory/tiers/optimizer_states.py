@@ -91,6 +91,9 @@ class HostStates:
     def before_forward(self) -> None:
         """Called before the forward of a unit."""
 
+    def before_backward(self, *, is_last: bool) -> None:
+        """Called before the backward of a micro-batch, the last one or not."""
+
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         """The moments of a slice, which are zero."""
         with host_memory(self.device):
@@ -245,6 +248,10 @@ class FileStates(HostStates):
     def before_forward(self) -> None:
         for window in self._windows:
             window.records_gradients = torch.is_grad_enabled()
+
+    def before_backward(self, *, is_last: bool) -> None:
+        for window in () if is_last else self._windows:
+            window.expect_forward()
 
     @contextmanager
     def updating(self) -> Iterator[None]:

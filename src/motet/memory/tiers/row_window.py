@@ -114,16 +114,13 @@ class RowWindow:
         self._units, self._device = units, device
         self._reading = deque[_UnitRead]()
         self._upcoming: Iterator[int] = iter(())
-        self._free = list[RowBuffer]()
+        self._free, self._forward_follows = list[RowBuffer](), False
         self.records_gradients = True  # Whether the forward that runs has a backward
 
     def fetch(self, unit: int, position: int, send: Callable[[Tensor], Tensor]) -> Tensor:
         """The rows of a parameter as `send` copies them to the device, with zeros as padding."""
         if not self._reading or self._reading[0].index != unit or position not in self._reading[0].left:
-            self._drop()
-            self._upcoming = self.layout.order_from(
-                unit, in_backward=is_in_backward(), has_backward=self.records_gradients
-            )
+            self._predict_from(unit)
         self._read_ahead()
         read = self._reading[0]
         read.finish()
@@ -134,21 +131,37 @@ class RowWindow:
             self._free.append(read.buffer)
         return sent
 
-    def drop(self) -> None:
-        """Forget what was read ahead, since files are going to change."""
-        self._drop()
-        self._upcoming = iter(())
+    def expect_forward(self) -> None:
+        """Called before a backward after which another forward follows in this step."""
+        self._forward_follows = self.layout.turns
 
-    def _drop(self) -> None:
+    def _predict_from(self, unit: int) -> None:
+        in_backward = is_in_backward()
+        follows = self._forward_follows and in_backward
+        self.drop()
+        self._upcoming = self.layout.order_from(unit, in_backward=in_backward, has_backward=self.records_gradients)
+        self._forward_follows = follows
+
+    def drop(self) -> None:
+        """Forget what was read ahead and what follows, since files are going to change."""
+        self._upcoming, self._forward_follows = iter(()), False
         while self._reading:
             read = self._reading.popleft()
             read.abandon()
             self._free.append(read.buffer)
 
     def _read_ahead(self) -> None:
-        while len(self._reading) <= self.layout.ahead and (index := next(self._upcoming, None)) is not None:
+        while len(self._reading) <= self.layout.ahead and (index := self._next_unit()) is not None:
             unit = self._units[index]
             self._reading.append(_UnitRead(index, unit, self._take_buffer(unit.memory_bytes)))
+
+    def _next_unit(self) -> int | None:
+        index = next(self._upcoming, None)
+        if index is None and self._forward_follows:
+            self._forward_follows = False
+            self._upcoming = self.layout.order_from(0, in_backward=False)
+            index = next(self._upcoming, None)
+        return index
 
     def _take_buffer(self, byte_count: int) -> RowBuffer:
         """A free buffer of this size, or a new one for which free ones of other sizes are given up."""

@@ -36,11 +36,12 @@ class WindowLayout:
             order = [*range(unit, len(self.units)), *(again if self.turns and has_backward else [])]
         return (index for index in order if self.units[index].memory_bytes)
 
-    @property
-    def memory_bytes(self) -> int:
-        """The most bytes of all buffers."""
-        starts = (0, False), (len(self.units) - 1, True)
-        orders = ([*self.order_from(unit, in_backward=in_backward)] for unit, in_backward in starts if self.units)
+    def memory_bytes(self, *, microbatches: int) -> int:
+        """The most bytes of all buffers in a step."""
+        forward, backward = (
+            [*self.order_from(unit, in_backward=bool(unit))] for unit in (0, len(self.units) - 1)
+        )
+        orders = [forward + forward * (self.turns and microbatches > 1), backward]
         return max((self._bytes_of(window) for order in orders for window in self._windows(order)), default=0)
 
     def _windows(self, order: list[int]) -> Iterator[list[int]]:

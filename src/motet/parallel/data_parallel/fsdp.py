@@ -270,6 +270,8 @@ class FSDP2DataParallel:
         """Begin a backward. With `accumulates`, its gradients stay unsharded, and are added to those of the next. A
         deferred backward has only weight gradients, after the backward of their inputs."""
         self.wait_for_pending()
+        if self._host_rows and self._hosted is not None:
+            self._hosted.states.before_backward(is_last=is_last)
         self._is_deferred, self._is_last = is_deferred, is_last
         accumulates |= not is_last and not self._reduces_each_microbatch
         if accumulates != self._accumulates:

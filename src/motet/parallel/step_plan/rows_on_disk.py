@@ -30,7 +30,8 @@ def read_bytes(plan: StepPlan, group: SyncGroupPlan, unit: CommUnit, recipe: Pre
 
 def window_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> int:
     """The memory of a host for the rows that a rank reads ahead."""
-    return sum(_window(group, recipe, plan.window).memory_bytes for group in _groups_with_rows(plan, rank))
+    windows = (_window(group, recipe, plan.window) for group in _groups_with_rows(plan, rank))
+    return sum(window.memory_bytes(microbatches=plan.microbatches) for window in windows)
 
 
 def _groups_with_rows(plan: StepPlan, rank: int) -> list[SyncGroupPlan]:
