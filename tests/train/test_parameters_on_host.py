@@ -209,11 +209,15 @@ def test_fetched_rows_are_memory_of_the_device() -> None:
 
 @pytest.mark.parametrize("layout", ["zero=3", "dp=2 zero=3 microbatches=2", "dp=2 pp=2 microbatches=2 zero=3"])
 def test_a_rehearsal_has_the_predicted_peak(tmp_path: Path, layout: str) -> None:
+    check_rehearsal(tmp_path, layout, "host/host")
+
+
+def check_rehearsal(tmp_path: Path, layout: str, places: str) -> None:
     """Tensors without values are on the device or on the host, too."""
     world = ranks_of(layout)
     # Blocks with more parameters than activations
     settings = ["precision.recipe=bf16", "model.hidden=128", "model.ffn_hidden=512", "memory.recompute=full"]
-    job = job_of(tmp_path, layout, "host/host", *settings, f"run.ranks={world}")
+    job = job_of(tmp_path, layout, places, *settings, f"run.ranks={world}")
     (rehearsed,) = rehearse(job, world, 0, all_kinds=False, log=lambda text: None).rehearsed
     memory = rehearsed.memory
     assert memory.measured is not None

@@ -32,7 +32,7 @@ class Target(NamedTuple):
     is_on_host: bool = False
 
 
-class GatheredRows(NamedTuple):
+class FetchedUnit(NamedTuple):
     """The rows of parameters that an engine gathers together."""
 
     rows: Sequence[Tensor]
@@ -83,7 +83,7 @@ class HostStates:
         """Rows of parameters that nothing updates, which are padded to other lengths."""
         return [self.host_tensor(length, dtype) for length in padded]
 
-    def fetches(self, units: Sequence[GatheredRows], *, turns: bool) -> list[list[FetchRows]]:
+    def fetches(self, units: Sequence[FetchedUnit], *, turns: bool) -> list[list[FetchRows]]:
         """The copies of the rows of units, which are in the order of a forward. With `turns`, the backward of a forward
         follows it."""
         return [[partial(self.fetch, rows) for rows in unit.rows] for unit in units]
@@ -234,7 +234,7 @@ class FileStates(HostStates):
         for index, (view, numel) in enumerate(zip(views, padded, strict=True)):
             self._rows[id(view)] = FileRows(files, kind, index, numel, view.dtype)
 
-    def fetches(self, units: Sequence[GatheredRows], *, turns: bool) -> list[list[FetchRows]]:
+    def fetches(self, units: Sequence[FetchedUnit], *, turns: bool) -> list[list[FetchRows]]:
         if self._rows_ahead is None:
             return super().fetches(units, turns=turns)
         in_files = [RowUnit([self._rows[id(view)] for view in unit.rows], unit.reads_again) for unit in units]

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from motet.memory.tiers.window_layout import WindowLayout, WindowUnit, row_buffe
 from motet.models.torch_private import is_in_backward
 
 
-class FileRows(NamedTuple):
+@dataclass(frozen=True)
+class FileRows:
     """The rows of a parameter, as a slice of a file. With zeros they have `padded` elements."""
 
     files: FileTensors
@@ -51,7 +51,8 @@ class RowBuffer:
     """Aligned memory of the host, which is pinned for a GPU."""
 
     def __init__(self, byte_count: int, device: torch.device) -> None:
-        self.size, self._device, self._sent = byte_count, device, None
+        self.size, self._device = byte_count, device
+        self._sent: torch.cuda.Event | None = None  # After the last copy to the device
         self.bytes = (
             torch.empty(byte_count, dtype=torch.uint8, pin_memory=True)
             if device.type == "cuda"
@@ -60,7 +61,8 @@ class RowBuffer:
 
     def leave(self) -> None:
         """Note that the device has been given all copies."""
-        self._sent = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        if self._device.type == "cuda":
+            self._sent = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self) -> None:
         """Wait until the copies have been made."""
@@ -75,7 +77,7 @@ class _UnitRead:
         self.index, self.buffer, self._unit = index, buffer, unit
         self.left = set(range(len(unit.rows)))  # Rows that have not travelled yet
         self._futures, self._tensors, start = list[Future[None]](), list[Tensor](), 0
-        memory = memoryview(buffer.bytes.numpy())
+        memory = buffer.bytes.numpy().data
         for rows in unit.rows:
             end = start + rows.memory_bytes
             self._futures += rows.files.start_read(rows.kind, rows.index, memory[start:end])

@@ -1,6 +1,6 @@
-"""The window of rows that the host reads from files, without files: the order of the reads, and the memory of buffers."""
+"""The window of rows that the host reads from files, without files: the order of reads, and the memory of buffers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from motet.core.direct_io import padded_bytes
@@ -15,7 +15,7 @@ def row_buffer_bytes(padded_numel: int, width: int) -> int:
 class WindowUnit:
     """Parameters that are gathered together."""
 
-    memory_bytes: int  # Of a buffer for all rows; 0 without rows
+    memory_bytes: int  # A buffer for all rows; 0 without rows
     reads_again: bool  # Whether backward gathers them again
 
 
@@ -38,14 +38,10 @@ class WindowLayout:
 
     def memory_bytes(self, *, microbatches: int) -> int:
         """The most bytes of all buffers in a step."""
-        forward, backward = (
-            [*self.order_from(unit, in_backward=bool(unit))] for unit in (0, len(self.units) - 1)
-        )
-        orders = [forward + forward * (self.turns and microbatches > 1), backward]
-        return max((self._bytes_of(window) for order in orders for window in self._windows(order)), default=0)
-
-    def _windows(self, order: list[int]) -> Iterator[list[int]]:
-        return (order[start : start + self.ahead + 1] for start in range(len(order)))
-
-    def _bytes_of(self, window: Iterable[int]) -> int:
-        return sum(self.units[index].memory_bytes for index in window)
+        forward = [*self.order_from(0, in_backward=False)]
+        backward = [*self.order_from(len(self.units) - 1, in_backward=True)]
+        following = forward if self.turns and microbatches > 1 else []  # The next micro-batch, known in a backward
+        starts = [forward[start:] for start in range(len(forward))]
+        starts += [backward[start:] + following for start in range(len(backward))]
+        windows = (order[: self.ahead + 1] for order in starts)
+        return max((sum(self.units[index].memory_bytes for index in window) for window in windows), default=0)

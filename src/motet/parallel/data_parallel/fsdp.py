@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
 from motet.memory.tiers.device_limit import host_memory
-from motet.memory.tiers.optimizer_states import GatheredRows, HostStates, Target
+from motet.memory.tiers.optimizer_states import FetchedUnit, HostStates, Target
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -178,14 +178,14 @@ class FSDP2DataParallel:
         """Let FSDP2 fetch these rows, and give back sums of gradients."""
         *blocks, root = zip(self.fsdp_modules, self.plan.units, strict=True)
         in_use = [(module, unit.reshards, [*padded_rows([module])]) for module, unit in (root, *blocks)]
-        units = [GatheredRows([rows[p] for p in parameters], again) for _, again, parameters in in_use]
+        units = [FetchedUnit([rows[p] for p in parameters], again) for _, again, parameters in in_use]
         fetches = states.fetches(units, turns=not self.plan.group.in_pipeline)
-        for (module, _, parameters), of_unit in zip(in_use, fetches, strict=True):
+        for (module, _, parameters), unit_fetches in zip(in_use, fetches, strict=True):
             keep_rows_on_host(
                 module,
                 rows,
                 compute=self._compute,
-                fetches=dict(zip(parameters, of_unit, strict=True)),
+                fetches=dict(zip(parameters, unit_fetches, strict=True)),
                 receive=receive,
                 before_assigning=states.refresh,
             )

@@ -18,7 +18,7 @@ def frozen_files(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> tuple
     return tuple(layout for layout in layouts if layout.lengths)
 
 
-def read_bytes(plan: StepPlan, group: SyncGroupPlan, unit: CommUnit, recipe: PrecisionRecipe, *, rank: int) -> int:
+def read_bytes(plan: StepPlan, group: SyncGroupPlan, unit: CommUnit, *, recipe: PrecisionRecipe, rank: int) -> int:
     """The bytes of files that a rank reads before it gathers a unit: its masters, which are the rows, and frozen rows;
     padding included."""
     position = group.position(rank)

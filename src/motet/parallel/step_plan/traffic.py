@@ -109,7 +109,7 @@ def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> Ho
                     up += each.to_device * numel
                 elif action.kind == "to_device":
                     fetched += times * _row_bytes(unit, recipe)
-                    read += times * read_bytes(plan, group, unit, recipe, rank=rank)
+                    read += times * read_bytes(plan, group, unit, recipe=recipe, rank=rank)
     return HostLinkBytes(down, up + fetched, fetched, kept, read)
 
 
