@@ -282,8 +282,9 @@ class FileStates(HostStates):
     def refresh(self) -> None:
         super().refresh()
         self._drop_windows()
-        for files in self._parts:
-            files.tensors(files.kinds[0])  # Waits for writes; changes of views are written back before the next update
+        with host_memory(self.device):
+            for files in self._parts:
+                files.tensors(files.kinds[0])  # Waits for writes; changes are written back before the next update
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
