@@ -8,14 +8,16 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from motet.memory.tiers import optimizer_states
+from motet.memory.tiers import optimizer_states, row_window
 from motet.memory.tiers.host_link import Arrival, ImmediateLink
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.user_module import find_blocks
@@ -34,15 +36,35 @@ STEPS = 6
 Trained = tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor], list[int], HostLinkBytes, list[int], int]
 
 
+@contextmanager
+def counted_buffers() -> Iterator[list[int]]:
+    """The bytes of live buffers for rows that are read from files, and the most of them."""
+    counts = [0, 0]
+
+    def add(size: int) -> None:
+        counts[0] += size
+        counts[1] = max(counts)
+
+    class Counted(row_window.RowBuffer):
+        def __init__(self, byte_count: int, device: torch.device) -> None:
+            super().__init__(byte_count, device)
+            add(self.bytes.nbytes)
+            weakref.finalize(self, add, -self.bytes.nbytes)
+
+    with patch.object(row_window, "RowBuffer", Counted):
+        yield counts
+
+
 def trained(group: RankGroup, job: Job) -> Trained:
     """(Loss, norm, is finite) of each step; the parameters, masters and moments of a rank; the bytes that it sent to
     its host and to its device, and those of a step by the plan; the bytes that it read and wrote in files, and those of
     a step by the plan."""
-    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+    with precision_context(job), tempfile.TemporaryDirectory() as folder, counted_buffers() as buffers:
         parts = build_components(job, group, Path(folder))
         optimizer, step, results = parts.engine.optimizer, parts.make_train_step(job), []
         states: Any = optimizer.states
         before = [states.sent_to_host, states.sent_to_device] if states else []  # A check of a module calls it
+        moved_before = states.moved_bytes if isinstance(states, FileStates) else (0, 0)
         for index in range(STEPS):
             result = step.step(index, job.optimizer.learning_rate)
             results.append((result.loss, result.grad_norm, result.is_finite))
@@ -56,10 +78,10 @@ def trained(group: RankGroup, job: Job) -> Trained:
         sent = [states.sent_to_host - before[0], states.sent_to_device - before[1]] if states else []
         planned = host_link_bytes(parts.engine.plan, job.precision.resolved, rank=group.rank)
         if states and not job.precision.moment_dtype:
-            check_bytes_of_the_host(parts, job, group.rank)
+            check_bytes_of_the_host(parts, job, group.rank, window=buffers[1])
         moved, files = [0, 0], 0
         if isinstance(states, FileStates):
-            moved = [*states.moved_bytes]
+            moved = [after - start for after, start in zip(states.moved_bytes, moved_before, strict=True)]
             layouts = state_files(
                 parts.engine.plan,
                 job.precision.resolved,
@@ -73,8 +95,9 @@ def trained(group: RankGroup, job: Job) -> Trained:
         return results, tensors, sent, planned, moved, files
 
 
-def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> None:
-    """The bytes on the host are predicted: masters and moments, unless they are in files, and gradients."""
+def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int, *, window: int) -> None:
+    """The bytes on the host are predicted: masters and moments, unless they are in files, gradients, and a window of
+    rows that are read from files."""
     engine = parts.engine
     need = memory_need(engine.plan, job.precision.resolved, job.optimizer, rank=rank, place="host")
     state, engines = engine.optimizer.state_by_kind(), engine.optimizer.sharded_parameters.engines
@@ -88,7 +111,9 @@ def check_bytes_of_the_host(parts: TrainingComponents, job: Job, rank: int) -> N
         # Trained rows are masters that lie on the host; an engine may know rows of others.
         if name in each.plan.group.frozen or (name in each.sharded_parameters and job.memory.optimizer == "disk")
     ]
-    copies = sum(each.nbytes for each in rows)
+    if job.memory.parameters == "disk":
+        assert need["parameters"] == window > 0
+    copies = sum(each.nbytes for each in rows) + window
     padding = sum(need.values()) - gradients - kept * (job.memory.optimizer == "host") - copies
     assert need["gradients that were sent"] == gradients > 0
     assert 0 <= padding <= 0.02 * (kept + copies)  # Buckets and rows have padding

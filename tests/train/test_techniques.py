@@ -120,11 +120,12 @@ REFUSED_BY_THE_TABLE = {
         }.items()
     },
     **{
-        ("parameters on the host", other): text
+        (f"parameters on {words}", other): text
+        for words, place in (("the host", "host"), ("disk", "disk"))
         for other, text in {
-            **dict.fromkeys(("stage 0", "stage 1", "stage 2"), "memory.parameters = 'host' needs layout.zero = 3, at"),
+            **dict.fromkeys(("stage 0", "stage 1", "stage 2"), f"memory.parameters = {place!r} needs layout.zero = 3,"),
             "forward overlap at stage 0": "with layout.zero = 0 updates all masters on every device as sums arrive",
-            "forward overlap at stages 1 and 2": "memory.parameters = 'host' needs layout.zero = 3, at which a block",
+            "forward overlap at stages 1 and 2": f"memory.parameters = {place!r} needs layout.zero = 3, at which a",
             "secondary shard groups": "with layout.secondary_group = 2: ranks keep secondary shards of gathered",
             "independent replicas": "does not go with outer.every = 4: independent replicas average masters on their",
             "parameter server of processes": "layout.data = 'parameter_server': the states of a parameter server lie",
@@ -132,10 +133,14 @@ REFUSED_BY_THE_TABLE = {
             "reproducible layouts": "with run.reproducible = 'layout': a shard group of one rank exchanges no partial",
         }.items()
     },
+    ("parameters on disk", "compact moments"): "'8bit': pieces of a file have one dtype for all parameters",
+    ("forward overlap at stage 3", "independent replicas"): "outer.every = 4: independent replicas average masters on",
+    ("forward overlap at stage 3", "parameters on disk"): "memory.parameters = 'disk': the host reads rows of the next",
     (
         "activations on the host",
         "parameter server of processes",
     ): "layout.data = 'parameter_server': workers of server processes keep the activations of whole models on their",
+    ("parameters on disk", "delayed updates"): "changes masters while a step computes, and memory.parameters = 'disk'",
     ("delayed updates", "parameters on the host"): "changes masters while a step computes, and memory.parameters =",
     ("states on disk", "compact moments"): "precision.moment_dtype = '8bit': pieces of a file have one dtype for all",
     **{

@@ -28,6 +28,7 @@ class StatePlaces(NamedTuple):
     states: Place = "device"
     parameters: Place = "device"
     delays: bool = False
+    window: int = 2  # Blocks whose rows the host reads ahead, if they lie on disk
 
 
 ALL_ON_DEVICE = StatePlaces()
@@ -218,9 +219,13 @@ class MemorySettings(FrozenSettings):
     """When the host updates masters that do not lie on the device: between two steps, or with the gradients of the step
     before while a step computes, which is another training."""
 
-    parameters: Literal["device", "host"] = "device"
-    """Where the rows of parameters that stage 3 of ZeRO cuts lie: in the memory of the device; or in that of the host,
-    from which each block travels to the device when it computes. A single rank cuts them, too."""
+    parameters: Place = "device"
+    """Where the rows of parameters that stage 3 of ZeRO cuts lie: in the memory of the device; in that of the host,
+    from which each block travels to the device when it computes; or in the files of `optimizer = "disk"`, from which
+    the host reads the next blocks. A single rank cuts them, too."""
+
+    window: Annotated[int, Field(ge=1, le=100_000)] = 2
+    """With `parameters = "disk"`, the blocks whose rows the host reads ahead of the one that is gathered."""
 
     folder: str | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
@@ -243,6 +248,11 @@ class MemorySettings(FrozenSettings):
             )
         if self.optimizer != "disk" and self.folder is not None and self.tiers != "auto":
             raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
+        if self.parameters == "disk" and self.optimizer != "disk":
+            raise ValueError(
+                "parameters = 'disk' needs memory.optimizer = 'disk', since the rows are the masters in its files; set "
+                "memory.optimizer=disk and memory.folder, or memory.parameters=host"
+            )
         if self.parameters == "host" and self.optimizer == "device" and self.tiers != "auto":
             raise ValueError(
                 "parameters = 'host' needs memory.optimizer = 'host' or 'disk', since an update on the device would "
@@ -269,7 +279,7 @@ class MemorySettings(FrozenSettings):
 
     @property
     def places(self) -> StatePlaces:
-        return StatePlaces(self.optimizer, self.parameters, self.update == "delayed")
+        return StatePlaces(self.optimizer, self.parameters, self.update == "delayed", self.window)
 
     @property
     def step_budget(self) -> int | None:

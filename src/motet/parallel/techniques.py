@@ -55,6 +55,12 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
     "parameters on the host": {"memory.parameters": ("host",), "memory.optimizer": ("host", "disk")},
     "activations on the host": {"memory.activations": ("host",)},
     "delayed updates": {"memory.update": ("delayed",), "memory.optimizer": ("host", "disk")},
+    "parameters on disk": {"memory.parameters": ("disk",), "memory.optimizer": ("disk",)},
+    "forward overlap at stage 3": {
+        "communication.overlap": ("forward",),
+        "layout.zero": (3,),
+        "memory.optimizer": ("host", "disk"),
+    },
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -88,6 +94,8 @@ n n n n n n n n n n n n n n n n n n n n
 y y y + + h y y + + b d d A + + + + n n + + + + + +
 + + + + + + + + + + + B + + + + + + n n + + + + + + +
 + + + + + + g + + + b d d + + + + + n n + + + + + D + +
+y y y + + h y y + + b d d A + + + + n n + + x = + = + E +
+= = = + + + = = + + b d d + + + + + n n + + + + + + + + C +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -125,8 +133,10 @@ REFUSALS: dict[str, str] = {
     "h": "ranks keep secondary shards of gathered parameters on their devices",
     "A": "a shard group of one rank exchanges no partial sums at stage 3",
     "D": "{row} changes masters while a step computes, and {column} lets it compute with them; leave one of them out",
+    "E": "{column} changes masters while a step computes, and {row} lets it compute with them; leave one of them out",
     "x": "pieces of a file have one dtype for all parameters",
     "B": "workers of server processes keep the activations of whole models on their devices",
+    "C": "the host reads rows of the next blocks ahead, which are not updated yet then",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

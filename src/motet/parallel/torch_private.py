@@ -143,11 +143,11 @@ def allocate_shards(block: FSDPModule, device: torch.device) -> None:
 class _FetchedRows:
     """Rows on the host, in the place where FSDP2 has a tensor that it sends to the device by `to`."""
 
-    def __init__(self, rows: Tensor, fetch: Callable[[Tensor], Tensor]) -> None:
-        self._rows, self._fetch = rows, fetch
+    def __init__(self, fetch: Callable[[], Tensor]) -> None:
+        self._fetch = fetch
 
     def to(self, device: torch.device, *, non_blocking: bool) -> Tensor:
-        return self._fetch(self._rows)
+        return self._fetch()
 
 
 def padded_rows(blocks: Sequence[FSDPModule]) -> dict[nn.Parameter, int]:
@@ -161,32 +161,39 @@ def keep_rows_on_host(
     rows: Mapping[nn.Parameter, Tensor],
     *,
     compute: torch.dtype,
-    fetch: Callable[[Tensor], Tensor],
+    fetches: Mapping[nn.Parameter, Callable[[], Tensor]],
     receive: Callable[[Tensor], Tensor] | None,
+    before_assigning: Callable[[], None],
 ) -> None:
-    """Let the parameters of a block, which FSDP2 offloads, have these padded rows on the host, and `fetch` copy them to
-    the device. `receive` copies a gradient to the host, where FSDP2 itself does not."""
+    """Let the parameters of a block, which FSDP2 offloads, have these rows on the host or in files, with padding or
+    without, and `fetches` copy them to the device with padding. `receive` copies a gradient to the host, where FSDP2
+    itself does not; `before_assigning` is called before rows get values that a module was loaded with."""
     for group, parameter in _parameters_of(block):
-        before, padded = parameter.sharded_param, rows[parameter.sharded_param]
-        local = padded[: prod(parameter.sharded_size)].view(parameter.sharded_size)
+        before, held = parameter.sharded_param, rows[parameter.sharded_param]
+        local = held[: prod(parameter.sharded_size)].view(parameter.sharded_size)
         if not before.is_meta:
             local.copy_(before.to_local())
         after = nn.Parameter(parameter.to_sharded_dtensor(local), requires_grad=before.requires_grad)
-        parameter._sharded_param_data, parameter.sharded_param = _FetchedRows(padded, fetch), after
+        parameter._sharded_param_data, parameter.sharded_param = _FetchedRows(fetches[before]), after
         parameter._setattr_on_modules(after)
-        parameter.reset_sharded_param = partial(_take_assigned_rows, parameter, after, local)
+        parameter.reset_sharded_param = partial(
+            _take_assigned_rows, parameter, after, local, before_assigning=before_assigning
+        )
         if group.mesh_info.shard_mesh_size == 1:
             # A tracker of storages knows empty ones, that gathers of several ranks show to it, from the start.
-            parameter.init_all_gather_outputs([padded.numel()], [compute], 1, group.device)
+            parameter.init_all_gather_outputs([prod(parameter.padded_sharded_param_size)], [compute], 1, group.device)
             parameter.free_unsharded_param()
         if receive is not None and after.requires_grad:
             after.register_post_accumulate_grad_hook(partial(_receive_gradient, receive))
 
 
-def _take_assigned_rows(parameter: Any, kept: nn.Parameter, rows: Tensor) -> None:
+def _take_assigned_rows(
+    parameter: Any, kept: nn.Parameter, rows: Tensor, *, before_assigning: Callable[[], None]
+) -> None:
     """Copy values that a module was loaded with into the rows, in the place of FSDP2, which would keep the others."""
     assigned = getattr(parameter._module_info.module, parameter._module_info.param_name)
     if assigned is not kept:
+        before_assigning()
         with torch.no_grad():
             rows.copy_(assigned.to_local())
         parameter._setattr_on_modules(kept)

@@ -90,6 +90,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("outer", "every", "layout.data", ("all_reduce",)),
     ("communication", "bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
     ("communication", "overlap", "layout.zero or memory.optimizer or memory.tiers", (0, 1, 2, "host", "disk", "auto")),
+    ("memory", "window", "parameters", ("disk",)),
     ("memory", "update", "memory.optimizer or memory.tiers", ("host", "disk", "auto")),
     ("communication", "compress_over compress_after error_feedback", "compress_gradients", "set"),
     ("communication", "compress_parameters", "layout.zero", (1, 2, 3)),

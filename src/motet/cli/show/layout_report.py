@@ -31,7 +31,7 @@ from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_pr
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
 from motet.parallel.step_plan.sent_activations import HostActivations
-from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step
+from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step, state_files
 from motet.parallel.sync_groups import pipeline_groups
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import describe_repeated_work, repeated_work, split_warnings, step_plan_of_split_job
@@ -364,10 +364,16 @@ class _PlacesOfRanks:
         state = model_state_memory(plan, recipe, moments_per_parameter=optimizer.moments_per_parameter, rank=rank)
         activations, link = self._activations_of(rank), host_link_bytes(plan, recipe, rank=rank)
         elsewhere = bytes_elsewhere(plan, recipe, optimizer, rank=rank, activations=activations.peak_bytes)
+        kinds, updated = optimizer.moment_kinds, 0
+        if plan.states == "disk":
+            files = state_files(plan, recipe, moment_kinds=kinds, rank=rank)
+            updated = sum(layout.update_bytes for layout in files)
         return {
             "state_bytes": state.in_place("device", plan.states).total,
             "host_bytes": elsewhere["host"],
             "disk_bytes": elsewhere["disk"],
+            "disk_bytes_read": updated + link.read,
+            "disk_bytes_written": updated,
             "sent_to_host": link.to_host,
             "sent_to_device": link.to_device,
             "activations_to_host": activations.to_host,
@@ -419,8 +425,10 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         lines.append(f"For activations of split layers it sends {_format_traffic(sent)} as well.")
     first = report["ranks"][0]
     if report["states"] != "device":
-        down, up, disk = (format_bytes(first[key]) for key in ("sent_to_host", "sent_to_device", "disk_bytes"))
-        files = f", which reads and writes {disk} of files" * bool(first["disk_bytes"])
+        down, up = (format_bytes(first[key]) for key in ("sent_to_host", "sent_to_device"))
+        read, written = (format_bytes(first[key]) for key in ("disk_bytes_read", "disk_bytes_written"))
+        moved = f"reads and writes {read}" if read == written else f"reads {read} and writes {written}"
+        files = f", which {moved} of files" * bool(first["disk_bytes"])
         lines.append(f"Rank 0 sends {down} of gradients to its host{files}, and gets {up} of parameters back.")
         if report["delays"]:
             lines.append("The host updates with these gradients while the next step computes, and sends at its end.")

@@ -73,6 +73,10 @@ class FileLayout:
         """The bytes that are read or written for a piece of a kind, padding included."""
         return padded_bytes((piece.stop - piece.start) * self.widths[kind])
 
+    def slice_span(self, kind: str, index: int) -> tuple[int, int]:
+        """(First byte, end) of a slice in the file of a kind, padding included."""
+        return self._offsets[kind][index], self._offsets[kind][index + 1]
+
     def file_bytes(self, kind: str) -> int:
         """The bytes of the file of a kind."""
         return self._offsets[kind][-1]

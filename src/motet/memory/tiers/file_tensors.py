@@ -40,7 +40,7 @@ _OTHER_REMEDY = "check the disk, or set memory.folder to another one"
 
 
 @contextmanager
-def _state_file_errors(action: str) -> Iterator[None]:
+def state_file_errors(action: str) -> Iterator[None]:
     """Raise an error of the system, which names the file, as one for the user."""
     try:
         yield
@@ -91,7 +91,7 @@ class _PieceBuffers:
         futures, self._futures = self._futures, []
         wait(futures)
         for future in futures:
-            with _state_file_errors(self._action):
+            with state_file_errors(self._action):
                 future.result()
 
     def abandon(self) -> None:
@@ -137,6 +137,11 @@ class FileTensors:
         self._upcoming: Iterator[Piece] = iter(())
         self._next: Piece | None = None  # The first piece of `_upcoming`, which is not being read yet
         self._are_views_out = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of state."""
+        return [*self._dtypes]
 
     @property
     def is_direct(self) -> bool:
@@ -187,6 +192,16 @@ class FileTensors:
         """Read a slice: `function(elements, tensors)` gets each of its pieces, in order, until it returns."""
         self._process(index, function, read=(index, *following), writes=False)
 
+    def start_read(self, kind: str, index: int, memory: memoryview) -> list[Future[None]]:
+        """Begin to read a slice of one kind into aligned memory of the caller, padding included. The futures raise
+        `OSError`; the slice must not be updated before they are done."""
+        self.flush()
+        self._write_views_back()
+        start, end = self.layout.slice_span(kind, index)
+        positions = range(0, end - start, PIECE_BYTES)
+        parts = ((memory[at : min(at + PIECE_BYTES, end - start)], start + at) for at in positions)
+        return [self._threads.read(self._files[kind], part, offset) for part, offset in parts]
+
     def flush(self) -> None:
         """Wait until everything is written, and forget what was read ahead."""
         try:
@@ -232,7 +247,7 @@ class FileTensors:
         if self._are_views_out:
             for file in self._files.values():
                 if file.is_direct:
-                    with _state_file_errors("write"):
+                    with state_file_errors("write"):
                         file.sync()
             self._are_views_out = False
 

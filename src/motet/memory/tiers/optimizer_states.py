@@ -5,8 +5,9 @@ the values with which the device computes travel back.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from motet.memory.tiers.background_updates import BackgroundUpdates
 from motet.memory.tiers.device_limit import host_memory, mark_as_host
 from motet.memory.tiers.file_tensors import FileTensors, PieceFunction
 from motet.memory.tiers.host_link import Arrival, link_of
+from motet.memory.tiers.row_window import FileRows, RowUnit, RowWindow
 from motet.memory.tiers.scratch_folder import run_subfolder
 
-MASTER = "master"
+MASTER, FROZEN = "master", "frozen"
 
 
 class Target(NamedTuple):
@@ -29,6 +31,16 @@ class Target(NamedTuple):
 
     tensor: Callable[[], Tensor]
     is_on_host: bool = False
+
+
+class FetchedUnit(NamedTuple):
+    """The rows of parameters that an engine gathers together."""
+
+    rows: Sequence[Tensor]
+    reads_again: bool  # Whether backward gathers them again
+
+
+FetchRows = Callable[[], Tensor]  # A copy of the rows of a parameter on the device, with padding
 
 
 class HostStates:
@@ -48,7 +60,7 @@ class HostStates:
         self.link = link_of(device)
         is_real = device.type != "meta"
         self.updates = BackgroundUpdates(device if (delays or overlaps) and is_real else None)
-        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Of staged values
+        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Sends staged values
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
@@ -67,6 +79,21 @@ class HostStates:
         rows = [self.link.rows(length, self._master) for length in padded]
         self.masters += [each[:length] for each, length in zip(rows, lengths, strict=True)]
         return rows, None
+
+    def allocate_frozen_rows(self, lengths: Sequence[int], padded: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Rows of parameters that nothing updates, which are padded to other lengths."""
+        return [self.link.rows(length, dtype) for length in padded]
+
+    def fetches(self, units: Sequence[FetchedUnit], *, turns: bool) -> list[list[FetchRows]]:
+        """The copies of the rows of units, which are in the order of a forward. With `turns`, the backward of a forward
+        follows it."""
+        return [[partial(self.fetch, rows) for rows in unit.rows] for unit in units]
+
+    def before_forward(self) -> None:
+        """Called before the forward of a unit."""
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Called before the backward of a micro-batch, the last one or not."""
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         """The moments of a slice, which are zero."""
@@ -159,31 +186,90 @@ class FileStates(HostStates):
     """The same in files, which the host reads, updates and writes piece by piece."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, folder: Path, moments: Sequence[str], **when: bool
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        folder: Path,
+        moments: Sequence[str],
+        rows_ahead: int | None = None,
+        **when: bool,
     ) -> None:
-        """The files lie in a new subfolder of `folder`, and have these kinds of moments. `when` are `delays` and
-        `overlaps`."""
+        """The files lie in a new subfolder of `folder`, and have these kinds of moments. Rows of parameters lie in them
+        too if the host reads those of a number of units ahead. `when` are `delays` and `overlaps`."""
         super().__init__(device, dtype, **when)
         self._kinds = dict.fromkeys((MASTER, *moments), dtype)
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(run_subfolder(folder))
         self._parts = list[FileTensors]()  # One for the slices of each engine
         self._place_of_slice = list[tuple[FileTensors, int]]()
+        self._rows_ahead = rows_ahead
+        self._rows = dict[int, FileRows]()  # By the identity of a view, which the engine keeps
+        self._windows = list[RowWindow]()
         weakref.finalize(self, self._stack.close)  # At the end of the process, too
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
-        folder = self._folder / f"part-{len(self._parts)}"
-        folder.mkdir()
-        files = self._stack.enter_context(FileTensors(folder, self._kinds, lengths))
-        self._parts.append(files)
+        files, made = self._make_files(self._kinds, lengths)
         self._place_of_slice += [(files, index) for index in range(len(lengths))]
-        made = files.tensors(MASTER)
-        mark_as_host(made)
         self.masters += made
         return made
 
+    def _make_files(self, kinds: Mapping[str, torch.dtype], lengths: Sequence[int]) -> tuple[FileTensors, list[Tensor]]:
+        """Files of further slices, and views of the first kind."""
+        folder = self._folder / f"part-{len(self._parts)}"
+        folder.mkdir()
+        files = self._stack.enter_context(FileTensors(folder, kinds, lengths))
+        self._parts.append(files)
+        made = files.tensors(next(iter(kinds)))
+        mark_as_host(made)
+        return files, made
+
     def allocate_rows(self, lengths: Sequence[int], padded: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
-        return [self.link.rows(length, self._master) for length in padded], self.allocate(lengths)
+        made = self.allocate(lengths)
+        if self._rows_ahead is None:
+            return [self.link.rows(length, self._master) for length in padded], made
+        self._name_rows(made, self._parts[-1], MASTER, padded=padded)
+        return made, None
+
+    def allocate_frozen_rows(self, lengths: Sequence[int], padded: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        if self._rows_ahead is None:
+            return super().allocate_frozen_rows(lengths, padded, dtype)
+        files, made = self._make_files({FROZEN: dtype}, lengths)
+        self._name_rows(made, files, FROZEN, padded=padded)
+        return made
+
+    def _name_rows(self, views: Sequence[Tensor], files: FileTensors, kind: str, *, padded: Sequence[int]) -> None:
+        for index, (view, numel) in enumerate(zip(views, padded, strict=True)):
+            self._rows[id(view)] = FileRows(files, kind, index, numel, view.dtype)
+
+    def fetches(self, units: Sequence[FetchedUnit], *, turns: bool) -> list[list[FetchRows]]:
+        if self._rows_ahead is None:
+            return super().fetches(units, turns=turns)
+        in_files = [RowUnit([self._rows[id(view)] for view in unit.rows], unit.reads_again) for unit in units]
+        window = RowWindow(in_files, self.device, ahead=self._rows_ahead, turns=turns)
+        self._windows.append(window)
+        return [
+            [partial(window.fetch, index, position, self.fetch) for position in range(len(unit.rows))]
+            for index, unit in enumerate(units)
+        ]
+
+    def before_forward(self) -> None:
+        for window in self._windows:
+            window.records_gradients = torch.is_grad_enabled()
+
+    def before_backward(self, *, is_last: bool) -> None:
+        for window in () if is_last else self._windows:
+            window.expect_forward()
+
+    @contextmanager
+    def updating(self, slices: Iterable[int]) -> Iterator[None]:
+        self._drop_windows()
+        with super().updating(slices):
+            yield
+
+    def _drop_windows(self) -> None:
+        for window in self._windows:
+            window.drop()
 
     def moments(self, index: int, kinds: Sequence[str]) -> dict[str, Tensor]:
         files, local = self._place_of_slice[index]
@@ -203,8 +289,10 @@ class FileStates(HostStates):
 
     def refresh(self) -> None:
         super().refresh()
-        for files in self._parts:
-            files.tensors(MASTER)  # Waits for writes; changes of views are written back before the next update
+        self._drop_windows()
+        with host_memory(self.device):
+            for files in self._parts:
+                files.tensors(files.kinds[0])  # Waits for writes; changes are written back before the next update
 
     @property
     def traffic(self) -> IoTraffic:
@@ -235,4 +323,5 @@ def make_states(
     if settings.optimizer == "host" or device.type == "meta":
         return HostStates(device, dtype, **when)
     assert settings.folder is not None
-    return FileStates(device, dtype, folder=Path(settings.folder), moments=moments, **when)
+    ahead = settings.window if settings.parameters == "disk" else None
+    return FileStates(device, dtype, folder=Path(settings.folder), moments=moments, rows_ahead=ahead, **when)

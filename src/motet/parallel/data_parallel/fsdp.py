@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError, check_input
 from motet.memory.tiers.device_limit import host_memory
-from motet.memory.tiers.optimizer_states import HostStates, Target
+from motet.memory.tiers.optimizer_states import FetchedUnit, HostStates, Target
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -85,7 +85,8 @@ class FSDP2DataParallel:
         has the masters, if the host updates them. Rows of the device are then copies in the same dtype; rows of the
         host are the masters themselves, or copies of files."""
         group, sharded = mesh.shard_group, {parameters[name] for name in (*plan.shapes, *plan.group.frozen)}
-        on_host, process_group = plan.group.sharding.parameters == "host", group.process_group or process_group_of_one()
+        process_group, place = group.process_group or process_group_of_one(), plan.group.sharding.parameters
+        on_host = place != "device"
         ignored = {*module.parameters()} - sharded
         blocks, has_all = find_blocks(module), not plan.group.in_pipeline
         blocks = [block for block in blocks if has_all or not sharded.isdisjoint(block.parameters())]
@@ -141,7 +142,7 @@ class FSDP2DataParallel:
 
     def _watch_forwards(self, modules: Sequence[nn.Module]) -> None:
         """Let a unit wait for an update that overlaps with its forward, before FSDP2 gathers it."""
-        if self._hosted is not None and self._hosted.states.overlaps:
+        if self._hosted is not None and (self._hosted.states.overlaps or self._host_rows):
             for unit_id, module in enumerate(modules):
                 module.register_forward_pre_hook(partial(self._before_forward, unit_id), prepend=True)
 
@@ -161,13 +162,33 @@ class FSDP2DataParallel:
         padded = padded_rows(self.fsdp_modules)
         allocated, masters = states.allocate_rows(lengths, [padded[parameter] for parameter in trained])
         rows = dict(zip(trained, allocated, strict=True))
-        rows |= {p: states.link.rows(numel, p.dtype) for p, numel in padded.items() if p not in rows}
-        receive = None if device.type == "cuda" else self._receive
-        for fsdp_module in self.fsdp_modules:
-            keep_rows_on_host(fsdp_module, rows, compute=self._compute, fetch=states.fetch, receive=receive)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in padded if parameter not in rows):
+            frozen = [p for p in padded if p.dtype == dtype and p not in rows]
+            lengths = [_local_rows(parameter).numel() for parameter in frozen]
+            made = states.allocate_frozen_rows(lengths, [padded[parameter] for parameter in frozen], dtype)
+            rows |= zip(frozen, made, strict=True)
+        self._let_host_have(rows, states, receive=None if device.type == "cuda" else self._receive)
         copies = [Target(partial(self._rows_of, name), is_on_host=True) for name in self.plan.shapes]
         states.set_targets([None] * len(trained) if masters is None else copies)
         return masters
+
+    def _let_host_have(
+        self, rows: Mapping[nn.Parameter, Tensor], states: HostStates, *, receive: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """Let FSDP2 fetch these rows, and give back sums of gradients."""
+        *blocks, root = zip(self.fsdp_modules, self.plan.units, strict=True)
+        in_use = [(module, unit.reshards, [*padded_rows([module])]) for module, unit in (root, *blocks)]
+        units = [FetchedUnit([rows[p] for p in parameters], again) for _, again, parameters in in_use]
+        fetches = states.fetches(units, turns=not self.plan.group.in_pipeline)
+        for (module, _, parameters), unit_fetches in zip(in_use, fetches, strict=True):
+            keep_rows_on_host(
+                module,
+                rows,
+                compute=self._compute,
+                fetches=dict(zip(parameters, unit_fetches, strict=True)),
+                receive=receive,
+                before_assigning=states.refresh,
+            )
 
     def _receive(self, rows: Tensor) -> Tensor:
         """A copy on the host of reduced gradients, which FSDP2 has not copied where it takes the device for the host.
@@ -249,6 +270,8 @@ class FSDP2DataParallel:
         """Begin a backward. With `accumulates`, its gradients stay unsharded, and are added to those of the next. A
         deferred backward has only weight gradients, after the backward of their inputs."""
         self.wait_for_pending()
+        if self._host_rows and self._hosted is not None:
+            self._hosted.states.before_backward(is_last=is_last)
         self._is_deferred, self._is_last = is_deferred, is_last
         accumulates |= not is_last and not self._reduces_each_microbatch
         if accumulates != self._accumulates:
@@ -336,6 +359,8 @@ class FSDP2DataParallel:
     def _before_forward(self, unit_id: int, module: nn.Module, args: object) -> None:
         """Wait until the host has updated the rows of a unit, which are gathered next."""
         self._unit_uses.setdefault(unit_id, perf_counter_ns())
+        if self._host_rows and self._hosted is not None:
+            self._hosted.states.before_forward()
         slices = self._updating.pop(unit_id, None)
         if slices is not None:
             assert self._hosted is not None

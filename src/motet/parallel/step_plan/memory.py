@@ -113,7 +113,9 @@ def _unit_memory(
         state = replace(state, parameters=state.parameters + frozen * DTYPE_BYTES[recipe.compute])
         if is_on_host:  # Without the padding that FSDP2 adds to the rows of the device
             state = replace(state, masters=updated * DTYPE_BYTES[recipe.master])
-        if plan.parameters == "host":
+        if plan.parameters == "disk":
+            state = replace(state, parameters=0, gradients=0)
+        elif plan.parameters == "host":
             rows = state.parameters - state.masters * (plan.states == "host")  # Which have their masters in them
             state = replace(state, parameters=0, gradients=0, rows_on_host=rows)
     else:

@@ -42,6 +42,7 @@ class StepPlan:
     states: Place = "device"  # The place of masters and moments
     parameters: Place = "device"  # The place of parameters that are cut into rows
     delays: bool = False  # The host applies the gradients of a step while the next one computes
+    window: int = 2  # Units whose rows the host reads ahead, if they lie on disk
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:

@@ -35,6 +35,7 @@ from motet.parallel.data_parallel.zero import CommUnitAction, FSDPUnit, padded_s
 from motet.parallel.model_sharding import LOSS, BoundaryComm, BoundaryOperation
 from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.plan import StepPlan
+from motet.parallel.step_plan.rows_on_disk import read_bytes
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -81,18 +82,19 @@ def sent_bytes_per_step(
 
 @dataclass(frozen=True)
 class HostLinkBytes:
-    """Bytes between the device of one rank and its host in one step."""
+    """Bytes between the device of one rank, its host and the disk of its host in one step."""
 
     to_host: int
     to_device: int
     fetched: int = 0  # The part of `to_device` that a step sends also if it updates nothing: rows before gathers
     kept: int = 0  # Sums that lie on the host when it updates masters, which may have added several
+    read: int = 0  # Rows that are read from files before gathers, with the padding of files
 
 
 def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> HostLinkBytes:
     """Sums of gradients that travel down, and values of parameters that travel up. Rows of stage 3 have the dtype of
     the masters, to which FSDP2 casts their sums; rows on the host travel with their padding, and frozen ones too."""
-    down = up = fetched = kept = 0
+    down = up = fetched = kept = read = 0
     for group in plan.groups:
         if (position := group.position(rank)) is None:
             continue
@@ -107,7 +109,8 @@ def host_link_bytes(plan: StepPlan, recipe: PrecisionRecipe, *, rank: int) -> Ho
                     up += each.to_device * numel
                 elif action.kind == "to_device":
                     fetched += times * _row_bytes(unit, recipe)
-    return HostLinkBytes(down, up + fetched, fetched, kept)
+                    read += times * read_bytes(plan, group, unit, recipe=recipe, rank=rank)
+    return HostLinkBytes(down, up + fetched, fetched, kept, read)
 
 
 def _row_bytes(unit: CommUnit, recipe: PrecisionRecipe) -> int:

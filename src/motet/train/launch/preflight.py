@@ -21,7 +21,6 @@ from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, inve
 from motet.parallel.parameter_server.protocol.messages import slice_parameters
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.parallel.step_plan.plan import StepPlan
-from motet.parallel.step_plan.traffic import state_files
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
@@ -29,6 +28,7 @@ from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.memory_check.step_prediction import (
     CPU_PLACES,
     MemoryNeed,
+    bytes_elsewhere,
     layout_memory_problem,
     memory_need,
     memory_problem,
@@ -213,9 +213,9 @@ def _check_disk(job: Job, plan: StepPlan, local_ranks: range) -> None:
     """Refuse a folder on whose disk the states of the local ranks have no room."""
     if job.memory.folder is None or job.memory.optimizer != "disk":
         return
-    kinds, folder = job.optimizer.moment_kinds, Path(job.memory.folder)
-    files = partial(state_files, plan, job.precision.resolved, moment_kinds=kinds)
-    needed = sum(layout.update_bytes for rank in local_ranks for layout in files(rank=rank % plan.dims.ranks))
+    folder = Path(job.memory.folder)
+    needed_by = partial(bytes_elsewhere, plan, job.precision.resolved, job.optimizer)
+    needed = sum(needed_by(rank=rank % plan.dims.ranks)["disk"] for rank in local_ranks)
     remedy = "make room, shard the states (layout.zero), or set memory.folder to another disk"
     check_free_space(folder, needed, remedy)
 

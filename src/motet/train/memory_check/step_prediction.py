@@ -33,6 +33,7 @@ from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
+from motet.parallel.step_plan.rows_on_disk import frozen_files, window_bytes
 from motet.parallel.step_plan.sent_activations import HostActivations, sent_sizes
 from motet.parallel.step_plan.stage_memory import StagePeaks, stage_peaks
 from motet.parallel.step_plan.traffic import delayed_update_bytes, host_link_bytes, state_files
@@ -58,9 +59,10 @@ def memory_need(
     moments = optimizer.moments_per_parameter
     state = model_state_memory(plan, recipe, moments_per_parameter=moments, rank=rank).in_place(place, plan.states)
     if place != "device":
-        sums = host_link_bytes(plan, recipe, rank=rank).kept if place == "host" else 0
+        is_host = place == "host"
+        sums = host_link_bytes(plan, recipe, rank=rank).kept if is_host else 0
         need = {
-            "parameters": state.rows_on_host,
+            "parameters": state.rows_on_host + (window_bytes(plan, recipe, rank=rank) if is_host else 0),
             "master parameters": state.masters,
             "moments": state.moments,
             "gradients that were sent": sums,
@@ -98,6 +100,7 @@ def bytes_elsewhere(
     files: tuple[FileLayout, ...] = ()
     if plan.states == "disk":
         files = state_files(plan, recipe, moment_kinds=optimizer.moment_kinds, rank=rank)
+        files += frozen_files(plan, recipe, rank=rank)
     host = sum(memory_need(plan, recipe, optimizer, rank=rank, place="host", activations=activations).values())
     buffers = sum(layout.memory_bytes for layout in files)
     return {"host": host + buffers, "disk": sum(layout.update_bytes for layout in files)}
@@ -202,7 +205,7 @@ def layout_memory_problem(
                 settings=communication,
                 batch_sequences=rows,
                 model_sharding=plan.model_sharding,
-                places=StatePlaces(plan.states, plan.parameters, plan.delays),
+                places=StatePlaces(plan.states, plan.parameters, plan.delays, plan.window),
             )
             first_ranks = {ranks[0] for group in made.groups for ranks in group.group.sum_groups}  # One per shard
             need_of = partial(
