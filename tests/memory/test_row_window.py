@@ -90,7 +90,7 @@ def test_rows_have_the_values_of_the_last_update_and_zeros_as_padding(
     write = DirectFile.write
 
     def slow_write(file: DirectFile, buffer: memoryview, offset: int) -> int:
-        time.sleep(0.02)
+        time.sleep(0.1)
         return write(file, buffer, offset)
 
     monkeypatch.setattr(DirectFile, "write", slow_write)
