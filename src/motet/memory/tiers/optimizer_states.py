@@ -48,7 +48,7 @@ class HostStates:
         self.link = link_of(device)
         is_real = device.type != "meta"
         self.updates = BackgroundUpdates(device if (delays or overlaps) and is_real else None)
-        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Of staged values
+        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Those of staged values
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
