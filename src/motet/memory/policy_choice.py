@@ -241,8 +241,6 @@ class MemorySettings(FrozenSettings):
             raise ValueError(
                 f"tiers = 'auto' chooses memory.optimizer, which is {self.optimizer!r} already; leave one of them out"
             )
-        if self.optimizer != "disk" and self.folder is not None and self.tiers != "auto":
-            raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
         if self.parameters == "host" and self.optimizer == "device" and self.tiers != "auto":
             raise ValueError(
                 "parameters = 'host' needs memory.optimizer = 'host' or 'disk', since an update on the device would "
