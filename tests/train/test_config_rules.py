@@ -52,6 +52,12 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("layout={schedule='gpipe'}", r"schedule = 'gpipe' has no effect with layout\.pp = 1"),
         ("layout={stages='0-3'}", r"stages = '0-3' has no effect with layout\.pp = 1; .* set layout\.pp=2 or more$"),
         ("communication={bucket_mib=4.0}\nlayout={zero=3}", r"bucket_mib = 4\.0 .* layout\.zero = 3; .*=0 or 1 or 2$"),
+        ("memory={update='delayed'}", r"set memory\.optimizer=host or disk, or memory\.tiers=auto$"),
+        ("memory={folder='a'}", r"folder = 'a' has no effect .* set memory\.optimizer=disk, or memory\.tiers=auto$"),
+        (
+            "communication={overlap='forward'}\nlayout={zero=3}",
+            r"set layout\.zero=0 or 1 or 2, or memory\.optimizer=host or disk, or memory\.tiers=auto$",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_refused(tmp_path: Path, toml: str, says: str) -> None:
@@ -83,6 +89,14 @@ def test_an_override_takes_away_what_it_makes_idle() -> None:
     with pytest.raises(InputError, match=r"optimizer\.betas = \[0\.5, 0\.6\] has no effect with .* 'sgd'"):
         load_job("bert-tiny", ["optimizer.name=sgd", "optimizer.betas=[0.5,0.6]"])
     refused(r"unknown key 'monitor.sampel'", load_job, "tiny", ["monitor.sample_tokens=0", "monitor.sampel=1"])
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_job_with_states_on_disk_can_be_given_another_place(tmp_path: Path, place: str) -> None:
+    job(tmp_path, memory={"optimizer": "disk", "folder": "a", "update": "delayed"})
+    memory = load_job(str(tmp_path / "small.toml"), [f"memory.optimizer={place}"]).memory
+    assert (memory.optimizer, memory.folder) == (place, None)
+    assert memory.update == ("delayed" if place == "host" else "exact")
 
 
 def test_the_table_speaks_of_settings_that_there_are() -> None:

@@ -246,8 +246,6 @@ class MemorySettings(FrozenSettings):
             raise ValueError(
                 f"tiers = 'auto' chooses memory.optimizer, which is {self.optimizer!r} already; leave one of them out"
             )
-        if self.optimizer != "disk" and self.folder is not None and self.tiers != "auto":
-            raise ValueError(f"folder is that of optimizer = 'disk', not of {self.optimizer!r}; leave it out")
         if self.parameters == "disk" and self.optimizer != "disk":
             raise ValueError(
                 "parameters = 'disk' needs memory.optimizer = 'disk', since the rows are the masters in its files; set "

@@ -3,10 +3,10 @@
 A setting that is silently ignored looks as if it worked. Only settings that somebody wrote are checked, never defaults.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -22,7 +22,9 @@ class SettingRequirement:
     depends_on: str  # `section.name`, or several with ` or ` between them
     accepted: AcceptedValues
 
-    def remedy(self, value: object) -> str:
+    def remedy(self, value: object, settable: Mapping[str, Sequence[object]]) -> str:
+        """The end of a message. `value` is that of the first setting in `depends_on`, of which each can have the
+        accepted values in `settable`."""
         key = self.depends_on
         if isinstance(self.accepted, str):
             return {
@@ -30,9 +32,10 @@ class SettingRequirement:
                 "unset": f"together with {key}; leave one of them out",
                 "above 1": f"with {key} = {value!r}; leave it out, or set {key}=2 or more",
             }[self.accepted]
-        key = key.partition(" or ")[0]
-        alike = [str(each) for each in self.accepted if isinstance(each, type(value))]  # Those of the first setting
-        return f"with {key} = {value!r}; leave it out, or set {key}={' or '.join(alike or map(str, self.accepted))}"
+        keys = key.split(" or ")
+        remedies = [f"{each}={' or '.join(map(str, settable[each]))}" for each in keys if settable.get(each)]
+        key, others = keys[0], " or ".join(map(str, self.accepted))
+        return f"with {key} = {value!r}; leave it out, or set {', or '.join(remedies) or f'{key}={others}'}"
 
 
 # (section, its settings, the setting that they depend on, its accepted values). A name without a section is of the
@@ -92,6 +95,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("communication", "overlap", "layout.zero or memory.optimizer or memory.tiers", (0, 1, 2, "host", "disk", "auto")),
     ("memory", "window", "parameters", ("disk",)),
     ("memory", "update", "memory.optimizer or memory.tiers", ("host", "disk", "auto")),
+    ("memory", "folder", "memory.optimizer or memory.tiers", ("disk", "auto")),
     ("communication", "compress_over compress_after error_feedback", "compress_gradients", "set"),
     ("communication", "compress_parameters", "layout.zero", (1, 2, 3)),
     ("layout", "microbatches", "run.reproducible", "unset"),
@@ -121,10 +125,22 @@ def check_no_unused_settings(job: object, source: str) -> None:
         path, _, name = rule.setting.rpartition(".")
         if not hasattr(job, path.partition(".")[0]) or name not in (section := attrgetter(path)(job)).model_fields_set:
             continue
-        values = [attrgetter(key)(job) for key in rule.depends_on.split(" or ") if hasattr(job, key.partition(".")[0])]
+        keys = [key for key in rule.depends_on.split(" or ") if hasattr(job, key.partition(".")[0])]
+        values = [attrgetter(key)(job) for key in keys]
         if values and not any(is_accepted(value, rule.accepted) for value in values):
             setting = f"{rule.setting}{_format_value(getattr(section, name))}"
-            raise InputError(f"{source}: {setting} has no effect {rule.remedy(values[0])}")
+            settable = {key: _settable_values(job, key, rule.accepted) for key in keys}
+            raise InputError(f"{source}: {setting} has no effect {rule.remedy(values[0], settable)}")
+
+
+def _settable_values(job: object, key: str, accepted: AcceptedValues) -> list[object]:
+    """The accepted values that a setting can have: some of its choices, or values of the type that it has."""
+    path, _, name = key.rpartition(".")
+    section = attrgetter(path)(job)
+    annotation = type(section).model_fields[name].annotation
+    if get_origin(annotation) is Literal:
+        return [value for value in accepted if value in get_args(annotation)]
+    return [value for value in accepted if isinstance(value, type(getattr(section, name)))]
 
 
 def drop_unused_settings(tree: dict[str, Any], rules: Iterable[SettingRequirement] = SETTING_REQUIREMENTS) -> None:

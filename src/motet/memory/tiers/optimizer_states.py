@@ -60,11 +60,7 @@ class HostStates:
         self.link = link_of(device)
         is_real = device.type != "meta"
         self.updates = BackgroundUpdates(device if (delays or overlaps) and is_real else None)
-<<<<<<< HEAD
-        self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Sends staged values
-=======
         self._sends = BackgroundUpdates(device if delays and overlaps and is_real else None)  # Those of staged values
->>>>>>> links
 
     def allocate(self, lengths: Sequence[int]) -> list[Tensor]:
         """Masters of further slices, which are zero."""
