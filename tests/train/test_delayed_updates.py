@@ -62,9 +62,12 @@ def delayed(
             engine = start(module := make_module(), layout)
             assert engine.restore(checkpoints) == step
         norms.append(engine.step(batch(step, group.rank), learning_rate=rate).grad_norm)
+    state = {name: _full(values) for name, values in module.state_dict().items()}  # Waits for values that still arrive
     engine.synchronize()
     with engine.consensus_parameters():
-        return {name: _full(p) for name, p in module.named_parameters()}, norms
+        parameters = {name: _full(p) for name, p in module.named_parameters()}
+    assert all(torch.equal(state[name], values) for name, values in parameters.items())
+    return parameters, norms
 
 
 def over_a_slow_link(group: RankGroup, layout: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -112,7 +112,7 @@ def test_rows_that_were_read_ahead_of_an_update_are_read_again(tmp_path: Path) -
     units = [FetchedUnit([each], reads_again=False) for each in rows]
     (fetch,), (fetch_next,) = states.fetches(units, turns=True)
     fetch()
-    with states.updating():
+    with states.updating([]):
         states.update(1, lambda elements, tensors: tensors["master"].add_(1), ())
     assert masters is None and fetch_next().tolist() == [1.0] * 4
     states.close()

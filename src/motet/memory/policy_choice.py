@@ -192,8 +192,9 @@ class MemorySettings(FrozenSettings):
         "recompute": "*checkpointing *recompute* activation_checkpoint*",
         "budget": "*memory",
         "optimizer": "*offload*",
+        "folder": "*path",
         "parameters": "*param_offload* *offload_param*",
-        "activations": "*activation*",
+        "activations": "*offload_activation* *activation_offload* activation_place*",
     }
     recompute: Literal["none", "selective", "full", "every-k", "auto"] = "none"
     """Computation that backward repeats, block by block: none; with `selective` all but matrix products with weights,
@@ -227,7 +228,7 @@ class MemorySettings(FrozenSettings):
     window: Annotated[int, Field(ge=1, le=100_000)] = 2
     """With `parameters = "disk"`, the blocks whose rows the host reads ahead of the one that is gathered."""
 
-    folder: str | None = None
+    folder: Annotated[str, Field(min_length=1)] | None = None
     """The folder of the files of `disk`. Each run makes a subfolder, which it locks, and removes at its end."""
 
     activations: Literal["device", "host"] = "device"

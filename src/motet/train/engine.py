@@ -2,6 +2,7 @@
 A custom loop calls `parallelize`, then `step` or the parts of a step. Jobs use the same parts (train/step.py)."""
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -91,6 +92,8 @@ class TrainingEngine:
         self.module_part_group = join_subgroup(self.step_group, module_part_groups(self.plan.dims)) or self.step_group
         losses = same_loss_groups(self.plan.dims)
         self._same_loss_group = join_subgroup(self.step_group, losses) if len(losses[0]) > 1 else None
+        if any(action.overlaps and action.moment == "step" for u in self.plan.comm_units for action in u.schedule):
+            self.module.register_state_dict_pre_hook(partial(_synchronize, weakref.ref(self)))
 
     @property
     def step_group(self) -> RankGroup:
@@ -331,6 +334,12 @@ class TrainingEngine:
             "many, and at least one",
         )
         return max(1, max_count)
+
+
+def _synchronize(engine: "weakref.ref[TrainingEngine]", *call: object) -> None:
+    """Let a state dict have all values of the last step. A hook of the module keeps no engine alive."""
+    if (alive := engine()) is not None:
+        alive.synchronize()
 
 
 def build_engine(

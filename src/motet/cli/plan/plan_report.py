@@ -328,7 +328,9 @@ def _tier_note(ranking: LayoutRanking, cluster: PlannedCluster, outcome: Ranking
     """Name the places off the devices that make layouts fit."""
     if outcome.tried:
         fit = [f"{count:,} fit with memory.optimizer={place}" for place, count in outcome.tried.items() if count]
-        return f"Fewer than {top} kinds of layouts fit with masters and moments on the devices; of the others, " + (
+        on_devices = any(plan.step.states == "device" for plan in outcome.plans)
+        kinds = f"Fewer than {top} kinds of layouts fit" if on_devices else "No layout fits"
+        return f"{kinds} with masters and moments on the devices; of the others, " + (
             f"{' and '.join(fit)} (`optimizer=` in their rows)." if fit else "none fits with them on the host either."
         )
     is_short = ranking.may_use_tiers and len(outcome.kinds) < top

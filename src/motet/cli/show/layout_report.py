@@ -382,7 +382,7 @@ class _PlacesOfRanks:
 
     def _activations_of(self, rank: int) -> HostActivations:
         rows = len(self.plan.rows_by_rank[rank][0])
-        key = self.plan.dims.coordinates(rank)[PIPELINE_DIMENSION], rows
+        key = self.plan.dims.coordinates(rank).get(PIPELINE_DIMENSION, 0), rows
         if key not in self._activations:
             self._activations[key] = predict_host_activations(self.job, self.plan, self.layout, rank=rank)
         return self._activations[key]
