@@ -208,11 +208,11 @@ def test_a_layout_shows_reads_of_rows(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_rows_in_files_fit_where_the_host_is_too_small(tmp_path: Path, memory_cgroup: Path) -> None:
     """A process limit that holds a window of the rows, and not all of them."""
-    (memory_cgroup / "memory.limit_in_bytes").write_text(f"{1150 << 20}")
+    (memory_cgroup / "memory.limit_in_bytes").write_text(f"{1400 << 20}")
     enter = f'echo $$ > {memory_cgroup}/cgroup.procs; exec "$@"'
 
     def train(parameters: str) -> subprocess.CompletedProcess[str]:
-        words = ["model.layers=8", "model.vocab_size=4096", "data.batch_sequences=1", "run.steps=2", "run.threads=1"]
+        words = ["model.layers=16", "model.vocab_size=4096", "data.batch_sequences=1", "run.steps=2", "run.threads=1"]
         words += ["layout.zero=3", "memory.optimizer=disk", f"memory.folder={tmp_path}", "monitor.tensorboard=false"]
         words += [f"memory.parameters={parameters}", f"run.folder={tmp_path / parameters}"]
         command = ["bash", "-c", enter, "bash", sys.executable, "-m", "motet", "train", "offload-demo", *words]
