@@ -22,7 +22,7 @@ from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
 from motet.train.memory_check.step_prediction import bytes_elsewhere
 from ranks import Ranks
-from train.test_optimizer_tiers import memory_cgroup
+from train.test_optimizer_tiers import memory_cgroup, world_of
 from train.test_parameters_on_host import (
     ALONE,
     CASES,
@@ -32,7 +32,6 @@ from train.test_parameters_on_host import (
     check_same,
     job_of,
     motet,
-    ranks_of,
 )
 
 __all__ = ["memory_cgroup"]
@@ -49,7 +48,7 @@ def test_rows_on_disk_have_the_bits_of_the_device(
 ) -> None:
     places = "device/device", "disk/disk"
     jobs = [job_of(tmp_path, layout, place, "optimizer.clip_norm=0.05", *settings, model=model) for place in places]
-    check_same(jobs, ranks, ranks_of(layout))
+    check_same(jobs, ranks, world_of(layout))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_shard_groups_of_one_rank_have_the_bits_of_stage_0(
         job_of(tmp_path, f"{others} zero=0", "device/device", *settings, NO_CLIPPING),
         job_of(tmp_path, f"{layout} zero=3", "disk/disk", *settings, f"memory.window={window}", NO_CLIPPING),
     ]
-    check_same(jobs, ranks, ranks_of(layout), with_norms=False)
+    check_same(jobs, ranks, world_of(layout), with_norms=False)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """Parameters of stage 3 whose rows lie on the host train to the bits of those on the device, on less of it."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from motet import parallelize
 from motet.core.errors import InputError
 from motet.memory.storage_tracker import StorageTracker
 from motet.memory.tiers.optimizer_states import HostStates
@@ -20,17 +24,9 @@ from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.rehearsal.rehearsal import rehearse
 from ranks import Ranks
 from train.runs import run_job, same_bits, saved_tensors, small_job
-from train.test_optimizer_tiers import STEPS, has_same_bits, trained
+from train.test_optimizer_tiers import STEPS, has_same_bits, trained, world_of
 
 NO_CLIPPING = "optimizer.clip_norm=1000.0"  # The norm adds up by parameter at stage 3, and by bucket at stage 0
-
-
-def ranks_of(layout: str) -> int:
-    world = 1
-    for word in layout.split():
-        key, _, value = word.partition("=")
-        world *= int(value) if key in ("dp", "tp", "pp") else 1
-    return world
 
 
 def job_of(folder: Path, layout: str, places: str, *settings: str, model: str = "decoder") -> Job:
@@ -92,7 +88,7 @@ def test_rows_on_the_host_have_the_bits_of_the_device(
 ) -> None:
     places = "device/device", f"{optimizer}/host"
     jobs = [job_of(tmp_path, layout, place, "optimizer.clip_norm=0.05", *settings, model=model) for place in places]
-    check_same(jobs, ranks, ranks_of(layout))
+    check_same(jobs, ranks, world_of(layout))
 
 
 @pytest.mark.parametrize("optimizer", ["host", pytest.param("disk", marks=pytest.mark.proof)])
@@ -126,7 +122,7 @@ def test_shard_groups_of_one_rank_have_the_bits_of_stage_0(
         job_of(tmp_path, f"{others} zero=0", "device/device", *settings, NO_CLIPPING),
         job_of(tmp_path, f"{layout} zero=3", "host/host", *settings, NO_CLIPPING),
     ]
-    check_same(jobs, ranks, ranks_of(layout), with_norms=False)
+    check_same(jobs, ranks, world_of(layout), with_norms=False)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +211,7 @@ def test_a_rehearsal_has_the_predicted_peak(tmp_path: Path, layout: str) -> None
 
 def check_rehearsal(tmp_path: Path, layout: str, places: str) -> None:
     """Tensors without values are on the device or on the host, too."""
-    world = ranks_of(layout)
+    world = world_of(layout)
     # Blocks with more parameters than activations
     settings = ["precision.recipe=bf16", "model.hidden=128", "model.ffn_hidden=512", "memory.recompute=full"]
     job = job_of(tmp_path, layout, places, *settings, f"run.ranks={world}")
@@ -239,6 +235,22 @@ def test_a_limit_of_the_device_names_the_remedy() -> None:
     rest = "set layout.zero=3 memory.parameters=host, which takes"
     assert rest in refusal("memory.device_limit=150MiB", "memory.optimizer=host")
     check_device_limit(load_job("offload-demo", ["memory.device_limit=150MiB", *words.split()]), 1)
+
+
+def collected(group: RankGroup) -> bool:
+    """Whether a module and its engine are collected when nobody uses them."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    memory = {"optimizer": "host", "parameters": "host"}
+    engine = parallelize(module, "zero=3", loss=lambda m, x: (m(x).sum(), 1), memory=memory)
+    engine.step(torch.ones(2, 8), learning_rate=0.1)
+    alive = weakref.ref(module)
+    del module, engine
+    gc.collect()
+    return alive() is None
+
+
+def test_a_module_with_rows_on_the_host_is_collected(ranks: Ranks) -> None:
+    assert ranks.run(1, collected) == [True]
 
 
 def test_parameters_on_the_host_need_states_there() -> None:

@@ -12,6 +12,7 @@ from hashlib import sha1
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -162,7 +163,7 @@ def keep_rows_on_host(
     *,
     compute: torch.dtype,
     fetches: Mapping[nn.Parameter, Callable[[], Tensor]],
-    receive: Callable[[Tensor], Tensor] | None,
+    receive: WeakMethod[Callable[[Tensor], Tensor]] | None,
     before_assigning: Callable[[], None],
 ) -> None:
     """Let the parameters of a block, which FSDP2 offloads, have these rows on the host or in files, with padding or
@@ -199,8 +200,10 @@ def _take_assigned_rows(
         parameter._setattr_on_modules(kept)
 
 
-def _receive_gradient(receive: Callable[[Tensor], Tensor], parameter: Any) -> None:
-    parameter.grad._local_tensor = receive(parameter.grad._local_tensor)
+def _receive_gradient(receive: WeakMethod[Callable[[Tensor], Tensor]], parameter: Any) -> None:
+    """A hook of a tensor, which Python's collector of cycles does not see: it must not keep its owner."""
+    if (alive := receive()) is not None:
+        parameter.grad._local_tensor = alive(parameter.grad._local_tensor)
 
 
 def first_unreduced_parameter(block: FSDPModule) -> str | None:

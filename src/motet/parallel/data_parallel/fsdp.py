@@ -13,6 +13,7 @@ from functools import partial, wraps
 from math import prod
 from time import perf_counter_ns
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -167,13 +168,17 @@ class FSDP2DataParallel:
             lengths = [_local_rows(parameter).numel() for parameter in frozen]
             made = states.allocate_frozen_rows(lengths, [padded[parameter] for parameter in frozen], dtype)
             rows |= zip(frozen, made, strict=True)
-        self._let_host_have(rows, states, receive=None if device.type == "cuda" else self._receive)
+        self._let_host_have(rows, states, receive=None if device.type == "cuda" else WeakMethod(self._receive))
         copies = [Target(partial(self._rows_of, name), is_on_host=True) for name in self.plan.shapes]
         states.set_targets([None] * len(trained) if masters is None else copies)
         return masters
 
     def _let_host_have(
-        self, rows: Mapping[nn.Parameter, Tensor], states: HostStates, *, receive: Callable[[Tensor], Tensor] | None
+        self,
+        rows: Mapping[nn.Parameter, Tensor],
+        states: HostStates,
+        *,
+        receive: "WeakMethod[Callable[[Tensor], Tensor]] | None",
     ) -> None:
         """Let FSDP2 fetch these rows, and give back sums of gradients."""
         *blocks, root = zip(self.fsdp_modules, self.plan.units, strict=True)
