@@ -6,7 +6,7 @@ import pytest
 
 import motet
 from motet.core.errors import InputError
-from motet.train.job import Job
+from motet.train.job import Job, load_job
 from motet.train.launch.place_choice import choose_places
 from motet.train.launch.preflight import check_job
 from motet.train.launch.run_folder import read_stored_job
@@ -68,6 +68,14 @@ def test_a_delayed_update_is_none_of_the_device(tmp_path: Path) -> None:
     job, text = chosen(job_of(tmp_path, "memory.tiers=auto", "memory.update=delayed"))
     assert (job.memory.optimizer, job.memory.update) == ("host", "delayed")
     assert text.endswith("memory.optimizer=host: with device, memory.update = 'delayed' has no effect")
+
+
+def test_a_cluster_may_serve_the_choice_alone() -> None:
+    """A cluster without a use on the devices is left out of the job."""
+    words = ["memory.tiers=auto", "communication.cluster=h100", "memory.device_limit={limit}"]
+    for limit, place, cluster in (("2GiB", "device", None), ("400MiB", "host", "h100")):
+        job = choose_places(load_job("offload-demo", [word.format(limit=limit) for word in words]), lambda line: None)
+        assert (job.memory.optimizer, job.communication.cluster) == (place, cluster)
 
 
 def test_a_run_stores_the_choice(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ The device updates states faster than the host, and the host faster from its mem
 """
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 from motet.core.errors import InputError, check_input
 from motet.memory.policy_choice import Place
+from motet.parallel.model_sharding import TENSOR_DIMENSION
 from motet.plan.planned_cluster import load_planned_cluster
 from motet.plan.search.ranking import LayoutRanking
 from motet.train.forecast.planned_job import planned_step, step_of_run
@@ -28,7 +29,7 @@ def choose_places(job: Job, log: Callable[[str], None]) -> Job:
     check_job(_with_place(job, places[0]), ranks)  # Other mistakes of the job are no reasons for another place
     for place in places:
         candidate = _with_place(job, place)
-        problem = _problem(candidate, ranks)
+        problem = _problem(candidate, ranks, cluster=job.communication.cluster)
         if problem is None:
             reason = "; ".join(problems) or "a step fits on the devices"
             log(f"memory.tiers = 'auto' chooses memory.optimizer={place}: {reason}")
@@ -41,16 +42,21 @@ def choose_places(job: Job, log: Callable[[str], None]) -> Job:
 
 
 def _with_place(job: Job, place: Place) -> Job:
-    return job.model_copy(update={"memory": job.memory.with_optimizer(place)})
+    """The job with a place. On devices alone, a cluster that no algorithm reads has served the choice."""
+    update: dict[str, Any] = {"memory": job.memory.with_optimizer(place)}
+    is_read = job.communication.has_algorithms or job.layout.dims.size(TENSOR_DIMENSION) > 1
+    if place == "device" and not is_read:
+        update["communication"] = job.communication.model_copy(update={"cluster": None})
+    return job.model_copy(update=update)
 
 
-def _problem(job: Job, ranks: int) -> str | None:
-    """Why a step does not fit, or None."""
+def _problem(job: Job, ranks: int, *, cluster: str | None) -> str | None:
+    """Why a step does not fit, or None. The cluster has the memory of GPUs."""
     if job.memory.optimizer == "disk" and job.memory.folder is None:
         return "memory.folder is not set"
     is_known = knows_memory(job)
     check_input(
-        is_known or job.communication.cluster is not None,
+        is_known or cluster is not None,
         "memory.tiers = 'auto' does not know the memory of this device or the sizes of this model; set "
         "memory.device_limit for a model of motet, communication.cluster for GPUs, or memory.optimizer",
     )
@@ -59,9 +65,9 @@ def _problem(job: Job, ranks: int) -> str | None:
         check_memory(job, range(ranks), ranks)
         if is_known:
             return None
-        assert job.communication.cluster is not None
-        cluster, step = load_planned_cluster(job.communication.cluster, ranks), planned_step(job, layout)
+        assert cluster is not None
+        step = planned_step(job, layout)
         step = step_of_run(job, step, layout, stages=predicted_stages(job, layout).stages)
-        return LayoutRanking(step, cluster).predict(step)[1]
+        return LayoutRanking(step, load_planned_cluster(cluster, ranks)).predict(step)[1]
     except InputError as error:
         return str(error)

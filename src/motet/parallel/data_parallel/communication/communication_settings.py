@@ -62,6 +62,11 @@ class CommunicationSettings(FrozenSettings):
     """Add the part of a gradient that compression lost to the next step's. On when not given, except over the shard
     group of stage 3, where no error is kept."""
 
+    @property
+    def has_algorithms(self) -> bool:
+        """Whether the backend does not choose all algorithms."""
+        return {self.all_reduce, self.reduce_scatter, self.all_gather} != {BACKEND}
+
     def algorithm(self, collective: str) -> str:
         """The setting of a collective such as `all-reduce`."""
         names = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
@@ -187,7 +192,7 @@ def _check_cluster(settings: CommunicationSettings, sharding: DataParallelShardi
         )
         return
     check_input(
-        set(algorithms.values()) != {BACKEND} or uses_cluster,
+        settings.has_algorithms or uses_cluster,
         f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
         "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm",
     )
