@@ -329,7 +329,7 @@ def cluster_file(folder: Path, *, host: str | None = None) -> str:
 def test_a_ranking_says_which_place_makes_layouts_fit(tmp_path: Path) -> None:
     text = run(*ONE_DEVICE, "--cluster", "h100")
     assert "optimizer=host" in text and "optimizer=disk" not in text
-    assert "fit with masters and moments on the devices; of the others, " in text
+    assert "No layout fits with masters and moments on the devices; of the others, " in text
     assert "host of the first, for all ranks of a host: master parameters " in text
     report = json.loads(run(*ONE_DEVICE, "--cluster", "h100", "--json", "--top", "1"))["plans"][0]
     count = 8030261248  # The parameters of llama 3 8B
