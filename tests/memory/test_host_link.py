@@ -158,11 +158,13 @@ def test_memory_of_activations_is_free_when_the_device_waits(cuda: SimulatedCuda
     assert copy.tolist() == [3] * 4 and cuda.freed_when_copied == []
 
 
-def test_a_fetched_copy_waits_for_the_kernels_before_it_and_others_for_it(cuda: SimulatedCuda) -> None:
+def test_a_fetched_copy_waits_for_the_kernels_before_it_and_others_for_it(
+    cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link, rows, before, read = CudaLink(CUDA), torch.full((4,), 5.0), list[float](), list[float]()
     copy = torch.zeros(4)
     memory = torch.zeros(4)  # That of an earlier tensor, which the copy gets
-    host_link.torch.empty = lambda *size, **options: memory  # type: ignore[method-assign]
+    monkeypatch.setattr(host_link.torch, "empty", lambda *size, **options: memory)
     cuda.launch(lambda: before.extend(memory.tolist()))
     copy, arrival = link.fetch(rows)
     arrival.let_device_wait()

@@ -81,7 +81,7 @@ class Tower(nn.Module):
 
 @contextmanager
 def offloading(module: nn.Module, **settings: str) -> Iterator[OffloadedActivations]:
-    memory = MemorySettings(activations="host", **settings)  # type: ignore[arg-type]  # Literals
+    memory = MemorySettings.model_validate({"activations": "host", **settings})
     recomputation = recompute_blocks(module, memory, device=CPU)
     assert recomputation is not None and recomputation.offloaded is not None
     yield recomputation.offloaded
@@ -250,7 +250,8 @@ def test_a_change_in_place_is_noticed_as_by_autograd(at: int, before_its_end: bo
         module(input_rows()).sum().backward()
     module.at = 1
     for layer in module.layers:
-        layer.before_its_end = False  # type: ignore[assignment]  # An attribute of a module
+        assert isinstance(layer, Writes)
+        layer.before_its_end = False
     with offloading(module):
         module(input_rows()).sum()  # Without a backward nothing is wrong
 

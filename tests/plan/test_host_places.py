@@ -14,6 +14,7 @@ from motet.cli.main import app
 from motet.cluster.cluster import cluster_presets
 from motet.cluster.cluster_settings import BytesPerSecondSetting, HostSettings
 from motet.core.errors import InputError
+from motet.memory.policy_choice import Place
 from motet.models.settings import DecoderSettings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.plan.memory.step_memory import estimate_memory, host_problem
@@ -35,9 +36,9 @@ H100 = load_planned_cluster("h100", 8)
 MIB = 2**20
 
 
-def step_of(states: str = "host", *, overlap: str = "backward", **sizes: Any) -> PlannedStep:
+def step_of(states: Place = "host", *, overlap: str = "backward", **sizes: Any) -> PlannedStep:
     communication = CommunicationSettings.model_validate({"overlap": overlap})
-    return PlannedStep(MODEL, 2048, 256, **sized(**sizes), states=states, communication=communication)  # type: ignore[arg-type]  # a test's text
+    return PlannedStep(MODEL, 2048, 256, **sized(**sizes), states=states, communication=communication)
 
 
 # --- bytes by place -----------------------------------------------------------------------------------
@@ -104,9 +105,10 @@ def test_the_bytes_of_a_plan_are_those_of_a_run(zero: int, place: str, tmp_path:
     layout = job.layout_for(2)
     memory = estimate_memory(planned_step(job, sized_layout(dp=2, zero=zero)))
     run = predict_step_memory(job, layout)
-    for where in ("host", "disk"):
-        planned = sum(memory.on_fullest_host(where, 2).values())  # type: ignore[arg-type]  # a test's text
-        predicted = sum(rank.elsewhere[where] for rank in run)  # type: ignore[index]  # a test's text
+    places: tuple[Place, ...] = ("host", "disk")
+    for where in places:
+        planned = sum(memory.on_fullest_host(where, 2).values())
+        predicted = sum(rank.elsewhere[where] for rank in run)
         if place == "disk" and where == "host":  # The slices of this model are smaller than the pieces of a buffer
             assert predicted <= planned
         else:

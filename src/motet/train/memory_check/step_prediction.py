@@ -331,8 +331,7 @@ def predict_timeline(
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
     saved, peaks = dict[int, list[SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
-        shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
-        chosen = policies or predicted_policies(job, spec)
+        shape, chosen = _shape_on_rank(job, plan, rank, is_packed=is_packed), policies or predicted_policies(job, spec)
         how: dict[str, Any] = {"offloads": job.memory.activations == "host"}
         saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=job.precision.resolved.compute, **how)
         stages = plan.model_sharding.stages or (range(spec.policy_count),)
@@ -367,17 +366,19 @@ def predict_host_activations(
     spec, rank = model_spec(job), rank % plan.dims.ranks
     if spec is None or job.memory.activations == "device":
         return HostActivations()
-    shape = replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
-    chosen = policies or predicted_policies(job, spec)
+    shape, chosen = _shape_on_rank(job, plan, rank, is_packed=is_packed), policies or predicted_policies(job, spec)
     dtype = job.precision.resolved.compute
     saved = _saved_by_stage(plan, spec, shape, policies=chosen, dtype=dtype, offloads=True)
-    drawing, actions = (
-        StepDrawing(saved, {}, _factors_of_weight_gradients(spec)),
-        _actions_of_rank(job, plan, layout, rank=rank),
-    )
+    drawing = StepDrawing(saved, {}, _factors_of_weight_gradients(spec))
+    actions = _actions_of_rank(job, plan, layout, rank=rank)
     for action in actions:
         drawing.add(action)
     return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
+
+
+def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
+    """The micro-batches that a rank computes."""
+    return replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
