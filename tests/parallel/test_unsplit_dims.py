@@ -64,7 +64,7 @@ def trained(ranks: Ranks, folder: Path, *layout: str, model: str = "decoder") ->
 
 
 def stored_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*.bin"))
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
