@@ -13,7 +13,8 @@ import torch
 
 from checkpoint.forged import Evil, forge, load_state, save_state, some_state
 from motet.checkpoint import save_and_load, verification
-from motet.checkpoint.tensor_index import have_overlap, read_checkpoint
+from motet.checkpoint.manifest import CheckpointManifest, SavedBy
+from motet.checkpoint.tensor_index import StoredChunk, have_overlap, read_checkpoint
 from motet.checkpoint.verification import checkpoint_verdicts, verify_files
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
@@ -341,3 +342,15 @@ def test_every_rank_says_which_file_is_damaged(ranks: Ranks, tmp_path: Path) -> 
     data.write_bytes(data.read_bytes()[:-12] + bytes(12))
     (sentence,) = {*ranks.run(4, _load_damaged, where)}
     assert "rank-00000.safetensors has changed" in sentence
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_the_header_of_each_file_is_verified_once(shares: int) -> None:
+    names = [f"t{i}" for i in range(6)]
+    index = {name: [StoredChunk((0,), (1,), f"f{i // 2}", 4096 + i % 2 * 4, 4, 0)] for i, name in enumerate(names)}
+    stored = CheckpointManifest(
+        1, "", {name: [1] for name in names}, dict.fromkeys(names, "float32"), SavedBy(1, 1, "")
+    )
+    spans = [span for share in range(shares) for span in verification._spans(stored, index, share=share, shares=shares)]
+    headers = [(span.file, [box.name for box in span.header_boxes]) for span in spans if span.header_boxes]
+    assert headers == [("f0", names[:2]), ("f1", names[2:4]), ("f2", names[4:])]
