@@ -122,16 +122,16 @@ class _ChunkPart:
         chunk = self._chunk
         offsets = [first - at for first, at in zip(inside[0], chunk.offsets, strict=True)]
         rows = target if offsets else target.view(1)
-        self._read_rows(rows, 0, offsets or [0], chunk.lengths or [1])
+        self._read_rows(rows, offsets or [0], chunk.lengths or [1])
         if inside == chunk.box and self._checksum != chunk.checksum:
             raise ValueError(f"{chunk.file} has changed")
 
-    def _read_rows(self, target: Tensor, first: int, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+    def _read_rows(self, target: Tensor, offsets: Sequence[int], lengths: Sequence[int], *, first: int = 0) -> None:
         """Read a box into the target; `first` is the number of the element where the part with these lengths begins."""
         row = prod(lengths[1:])
         if len(lengths) > 1 and row * self._dtype.itemsize > PIECE_BYTES:
             for i in range(target.shape[0]):
-                self._read_rows(target[i], first + (offsets[0] + i) * row, offsets[1:], lengths[1:])
+                self._read_rows(target[i], offsets[1:], lengths[1:], first=first + (offsets[0] + i) * row)
             return
         columns = tuple(slice(at, at + n) for at, n in zip(offsets[1:], target.shape[1:], strict=True))
         count = max(1, PIECE_BYTES // (row * self._dtype.itemsize))
