@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.checkpoint.data_files import CheckpointShard, DataFileWriter
-from motet.checkpoint.manifest import PARTIAL_SUFFIX, CheckpointManifest, checkpoint_name
+from motet.checkpoint.checkpoint_folders import PARTIAL_SUFFIX, checkpoint_name
+from motet.checkpoint.data_files import CheckpointShard, DataFile, DataFileWriter, boxes_of
+from motet.checkpoint.manifest import CheckpointManifest
 from motet.checkpoint.publication import (
     RankRecord,
     Retention,
@@ -76,17 +77,25 @@ class SavedCheckpoint:
 class _RankSave:
     """One save on this rank, in a thread; on the first rank it also makes the checkpoint complete."""
 
-    def __init__(self, saver: "CheckpointSaver", manifest: CheckpointManifest, shards: Mapping[str, ShardToWrite]):
+    def __init__(
+        self,
+        saver: "CheckpointSaver",
+        manifest: CheckpointManifest,
+        shards: Mapping[str, ShardToWrite],
+        *,
+        waited_s: float,
+    ) -> None:
         self._saver, self.manifest, self._shards = saver, manifest, shards
         self.final = saver.folder / checkpoint_name(manifest.step)
         self.unfinished = self.final.with_name(self.final.name + PARTIAL_SUFFIX)
-        self.waited_s, self.is_reported, self._start_s = 0.0, False, time.perf_counter()
+        self.waited_s, self.is_reported = waited_s, False
+        self._start_s = time.perf_counter() - waited_s
         self.saved: SavedCheckpoint | None = None
         self.error: BaseException | None = None
         self.is_written, self.is_done, self.patience_s = Event(), Event(), math.inf
         boxes = [
             BoxToWrite(box, shards[box.name].shard.box_values(box.offsets), shards[box.name].slice_index)
-            for box in in_file_order(boxes_of({name: each.shard for name, each in shards.items()}))
+            for box in boxes_of({name: each.shard for name, each in shards.items()})
         ]
         self.barrier = WriteBarrier(
             boxes, saver.device, staging_bytes=saver.staging_bytes, in_files=saver.slices_are_in_files
@@ -100,10 +109,11 @@ class _RankSave:
         try:
             with torch.no_grad(), convert_save_errors(self.final, self.manifest.size_bytes):
                 record = self._write()
-                write_record(self.unfinished, self._saver.rank, record)
+                if self._saver.rank:
+                    write_record(self.unfinished, self._saver.rank, record)
                 self.is_written.set()
-                if self._saver.rank == 0:
-                    self._publish()
+                if not self._saver.rank:
+                    self._publish(record)
         except BaseException as error:  # noqa: BLE001  # The thread that trains raises it
             self.error = error
         finally:
@@ -113,20 +123,21 @@ class _RankSave:
             self.is_done.set()
 
     def _write(self) -> RankRecord:
-        self.unfinished.mkdir(parents=True, exist_ok=True)
+        self.unfinished.parent.mkdir(exist_ok=True)
+        self.unfinished.mkdir(exist_ok=True)  # Another rank may have come first
         copied_bytes = sum(each.shard.values.nbytes for each in self._shards.values() if each.is_copy)
         shapes = {name: list(each.shard.spec.shape) for name, each in self._shards.items()}
         dtypes = {name: dtype_name(each.shard.values.dtype) for name, each in self._shards.items()}
-        path, file = self.unfinished / data_file_name(self._saver.rank), None
-        if self.barrier.boxes:
-            with DataFileWriter(path, [each.box for each in self.barrier.boxes]) as writer:
-                for each in self.barrier.boxes:
-                    with self.barrier.reading(each) as values:
-                        self._check_finite(each.box.name, values)
-                        writer.write_box(each.box, values)
+        path, file = self.unfinished / f"rank-{self._saver.rank:05d}.safetensors", DataFile(0, {})
+        if to_write := {each.box: each for each in self.barrier.boxes}:
+            with DataFileWriter(path, to_write) as writer:
+                for box in writer.boxes:
+                    with self.barrier.reading(to_write[box]) as values:
+                        self._check_finite(box.name, values)
+                        writer.write_box(box, values)
                 file = writer.finish()
-        copied_bytes += self.barrier.copied_bytes
-        return RankRecord(path.name if file else None, file or DataFile(0, {}), shapes, dtypes, copied_bytes, self.barrier.stall_s)
+        copied_bytes, stall_s = copied_bytes + self.barrier.copied_bytes, self.barrier.stall_s
+        return RankRecord(path.name if to_write else None, *file, shapes, dtypes, copied_bytes, stall_s)
 
     def _check_finite(self, name: str, values: Tensor) -> None:
         if "master" not in name.split("/")[:-1]:
@@ -138,9 +149,9 @@ class _RankSave:
                 "checkpoint, if there is one)"
             )
 
-    def _publish(self) -> None:
+    def _publish(self, first: RankRecord) -> None:
         saver = self._saver
-        records = wait_for_records(self.unfinished, saver.ranks, lambda: self.patience_s)
+        records = [first, *wait_for_records(self.unfinished, saver.ranks, lambda: self.patience_s)]
         publish(self.unfinished, self.final, self.manifest, records)
         delete_old(saver.folder, saver.retention)
         self.saved = SavedCheckpoint(
@@ -206,9 +217,9 @@ class CheckpointSaver:
         assert self._save is None, "a save is under way"
         check_dtypes(manifest)
         start_s = time.perf_counter()
-        self._save = _RankSave(self, manifest, shards)
+        self._save = _RankSave(self, manifest, shards, waited_s=waited_s)
         self._save.start()
-        self._save.waited_s = waited_s + time.perf_counter() - start_s
+        self._save.waited_s += time.perf_counter() - start_s
         return self._save.final
 
     def before_update(self, slices: Collection[int]) -> None:
@@ -256,3 +267,19 @@ class CheckpointSaver:
         save.is_done.wait()
         if self.rank == 0:
             shutil.rmtree(save.unfinished, ignore_errors=True)  # Frees space for other files
+
+
+def save_checkpoint(
+    folder: Path,
+    shards: Mapping[str, CheckpointShard],
+    manifest: CheckpointManifest,
+    *,
+    keep: int,
+    group: dist.ProcessGroup | None,
+) -> Path:
+    """Save shards in the memory of a CPU, and wait; every rank calls it. Returns the folder of the checkpoint."""
+    saver = CheckpointSaver(folder, group, Retention(keep), device=torch.device("cpu"))
+    saver.clear()
+    path = saver.start(manifest, {name: ShardToWrite(shard) for name, shard in shards.items()})
+    saver.finish()
+    return path

@@ -15,23 +15,18 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from motet.checkpoint.checkpoint_folders import PARTIAL_SUFFIX, REPLACED_SUFFIX, complete_checkpoints
 from motet.checkpoint.manifest import (
     MANIFEST_FILE,
-    PARTIAL_SUFFIX,
-    REPLACED_SUFFIX,
     SAVED_BY_FILE,
     TENSORS_FILE,
     CheckpointManifest,
-    StoredFile,
-    TensorIndex,
-    complete_checkpoints,
-    index_problems,
-    index_to_text,
     validate_json,
     write_durably,
 )
+from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES
+from motet.checkpoint.tensor_index import TensorIndex, index_problems, index_to_text
 from motet.core.errors import CheckpointSaveError, convert_os_errors
-from motet.core.units import DTYPE_BYTES
 
 _MOST_S_BETWEEN_LOOKS = 0.05
 _RECORD_SUFFIX = ".written.json"
@@ -56,12 +51,11 @@ class RankRecord:
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
+    file: str | None  # None: this rank writes no element
+    size_bytes: Annotated[int, Field(ge=0)]
     chunks: TensorIndex
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
-    file: str | None  # None: this rank writes no element
-    size_bytes: Annotated[int, Field(ge=0)]
-    checksum: int
     copied_bytes: int  # Of values that were copied before an update could change them
     stall_s: float  # In which updates waited for copies and writes
 
@@ -70,7 +64,7 @@ _RECORD = TypeAdapter(RankRecord)
 
 
 def write_record(folder: Path, rank: int, record: RankRecord) -> None:
-    """Tell rank 0 that a rank has written all that it writes."""
+    """Tell the first rank that another one has written all that it writes."""
     path = folder / f"rank-{rank:05d}{_RECORD_SUFFIX}"
     new = path.with_suffix(".new")
     new.write_text(json.dumps(asdict(record)), encoding="utf-8")
@@ -78,8 +72,9 @@ def write_record(folder: Path, rank: int, record: RankRecord) -> None:
 
 
 def wait_for_records(folder: Path, ranks: int, patience_s: Callable[[], float]) -> list[RankRecord]:
-    """The records of all ranks, in their order. They are given up after so many seconds without another one."""
-    missing = {f"rank-{rank:05d}{_RECORD_SUFFIX}": rank for rank in range(ranks)}
+    """The records of all ranks but the first, in their order. They are given up after so many seconds without
+    another one."""
+    missing = {f"rank-{rank:05d}{_RECORD_SUFFIX}": rank for rank in range(1, ranks)}
     records, pause_s, last_s = dict[int, RankRecord](), 0.001, time.monotonic()
     while missing:
         arrived = sorted(missing.keys() & {entry.name for entry in os.scandir(folder)})
@@ -95,7 +90,7 @@ def wait_for_records(folder: Path, ranks: int, patience_s: Callable[[], float]) 
         if missing and not arrived:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_S_BETWEEN_LOOKS)
-    return [records[rank] for rank in range(ranks)]
+    return [records[rank] for rank in range(1, ranks)]
 
 
 def publish(unfinished: Path, final: Path, manifest: CheckpointManifest, records: list[RankRecord]) -> None:
@@ -108,21 +103,17 @@ def _describe(unfinished: Path, manifest: CheckpointManifest, records: list[Rank
     index: TensorIndex = {}
     for name, chunks in (item for record in records for item in record.chunks.items()):
         index.setdefault(name, []).extend(chunks)
-    shapes, dtypes = (
-        {name: value for record in records for name, value in values(record).items() if name not in manifest.shapes}
-        for values in (lambda record: record.shapes, lambda record: record.dtypes)
-    )
+    shapes = {name: shape for record in records for name, shape in record.shapes.items() if name not in manifest.shapes}
+    dtypes = {name: dtype for record in records for name, dtype in record.dtypes.items() if name in shapes}
     saved_by = replace(manifest.saved_by, shapes=shapes, dtypes=dtypes)
-    files = {record.file: StoredFile(record.size_bytes, record.checksum) for record in records if record.file}
-    sizes = {name: file.size_bytes for name, file in files.items()}
-    for problem in index_problems(index, replace(manifest, saved_by=saved_by), sizes):
+    sizes = {record.file: record.size_bytes for record in records if record.file}
+    for problem in index_problems(index, replace(manifest, saved_by=saved_by, sizes=sizes)):
         raise AssertionError(problem)
-    files[SAVED_BY_FILE] = write_durably(unfinished / SAVED_BY_FILE, json.dumps(asdict(saved_by), indent=1))
-    files[TENSORS_FILE] = write_durably(unfinished / TENSORS_FILE, index_to_text(index))
-    checksums, sizes = (
-        {name: getattr(files[name], key) for name in sorted(files)} for key in ("checksum", "size_bytes")
-    )
-    complete = replace(manifest, saved_by=saved_by, checksums=checksums, sizes=sizes)
+    texts = {SAVED_BY_FILE: json.dumps(asdict(saved_by), indent=1), TENSORS_FILE: index_to_text(index)}
+    written = {name: write_durably(unfinished / name, text) for name, text in texts.items()}
+    sizes |= {name: file.size_bytes for name, file in written.items()}
+    checksums = {name: file.checksum for name, file in written.items()}
+    complete = replace(manifest, saved_by=saved_by, checksums=checksums, sizes=dict(sorted(sizes.items())))
     write_durably(unfinished / MANIFEST_FILE, complete.to_text())
     _flush(unfinished)
 
@@ -141,7 +132,7 @@ def _commit(unfinished: Path, final: Path) -> None:
 def check_dtypes(manifest: CheckpointManifest) -> None:
     """Refuse tensors that no checkpoint can hold."""
     for name, dtype in manifest.dtypes.items():
-        if dtype not in DTYPE_BYTES:
+        if dtype not in SAFETENSORS_DTYPES:
             raise CheckpointSaveError(
                 f"could not save {name}: a checkpoint cannot hold {dtype}; give it another dtype, or register a buffer "
                 "with persistent=False"

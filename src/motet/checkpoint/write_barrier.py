@@ -41,7 +41,9 @@ class BoxToWrite:
 class WriteBarrier:
     """The boxes that a rank writes in one save. One thread reads them in order; others update slices."""
 
-    def __init__(self, boxes: Sequence[BoxToWrite], device: torch.device, *, staging_bytes: int, in_files: bool) -> None:
+    def __init__(
+        self, boxes: Sequence[BoxToWrite], device: torch.device, *, staging_bytes: int, in_files: bool
+    ) -> None:
         """`staging_bytes` limits the copies of values of a GPU. With `in_files`, slices of the optimizer lie there."""
         self.boxes, self._condition = boxes, Condition()
         self._staging_bytes, self._in_files = staging_bytes, in_files

@@ -14,7 +14,15 @@ from motet.cluster.host_limits import keep_freed_memory
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import device_limit_of_run
-from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, CheckpointStarted, EvaluationDone, Event, RunEnded, WarningIssued
+from motet.monitor.events import (
+    RUN_END_REASONS,
+    CheckpointSaved,
+    CheckpointStarted,
+    EvaluationDone,
+    Event,
+    RunEnded,
+    WarningIssued,
+)
 from motet.monitor.sinks import Callback
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
@@ -198,7 +206,9 @@ class TrainingLoop:
         with span("checkpoint"):
             if self._saver.is_writing and not is_last and not self._has_warned:
                 self._has_warned = True
-                text = f"the checkpoint of step {done} is due and the one before it is still being written: training waits"
+                text = (
+                    f"the checkpoint of step {done} is due and the one before it is still being written: training waits"
+                )
                 remedy = "save less often (checkpoint.every), or to a faster disk (run.folder); this is said once"
                 self.emit_event(WarningIssued(text=f"{text}; {remedy}"))
             self._report_saved(self._saver.finish())

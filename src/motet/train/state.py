@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from motet.checkpoint.background_writer import CheckpointSaver, ShardToWrite
+from motet.checkpoint.checkpoint_folders import complete_checkpoints
+from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint, read_shared_manifest
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
     CheckpointManifest,
     LossScaling,
     SavedBy,
-    complete_checkpoints,
     is_compression_state,
 )
-from motet.checkpoint.background_writer import CheckpointSaver, ShardToWrite
-from motet.checkpoint.data_files import CheckpointShard
-from motet.checkpoint.save_and_load import load_checkpoint, read_shared_manifest
 from motet.checkpoint.writers import parts_to_write
 from motet.core.errors import check_input
 from motet.core.units import dtype_name
