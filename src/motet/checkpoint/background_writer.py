@@ -68,7 +68,7 @@ class SavedCheckpoint:
 
     step: int
     path: Path
-    size_bytes: int  # Of the model and its optimizer
+    size_bytes: int  # Tensors of the model and its optimizer
     duration_s: float
     stall_s: float  # The longest time that a rank waited instead of training
     copied_bytes: int  # On all ranks
@@ -152,7 +152,7 @@ class _RankSave:
     def _publish(self, first: RankRecord) -> None:
         saver = self._saver
         records = [first, *wait_for_records(self.unfinished, saver.ranks, lambda: self.patience_s)]
-        publish(self.unfinished, self.final, self.manifest, records)
+        publish(self.unfinished, self.final, manifest=self.manifest, records=records)
         delete_old(saver.folder, saver.retention)
         self.saved = SavedCheckpoint(
             self.manifest.step,

@@ -56,7 +56,7 @@ class RankRecord:
     chunks: TensorIndex
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
-    copied_bytes: int  # Of values that were copied before an update could change them
+    copied_bytes: int  # Bytes that were copied before an update could change them
     stall_s: float  # In which updates waited for copies and writes
 
 
@@ -72,8 +72,8 @@ def write_record(folder: Path, rank: int, record: RankRecord) -> None:
 
 
 def wait_for_records(folder: Path, ranks: int, patience_s: Callable[[], float]) -> list[RankRecord]:
-    """The records of all ranks but the first, in their order. They are given up after so many seconds without
-    another one."""
+    """The records of all ranks but the first, in their order. They are given up when no other one comes for
+    `patience_s()` seconds."""
     missing = {f"rank-{rank:05d}{_RECORD_SUFFIX}": rank for rank in range(1, ranks)}
     records, pause_s, last_s = dict[int, RankRecord](), 0.001, time.monotonic()
     while missing:
@@ -93,7 +93,7 @@ def wait_for_records(folder: Path, ranks: int, patience_s: Callable[[], float]) 
     return [records[rank] for rank in range(1, ranks)]
 
 
-def publish(unfinished: Path, final: Path, manifest: CheckpointManifest, records: list[RankRecord]) -> None:
+def publish(unfinished: Path, final: Path, *, manifest: CheckpointManifest, records: list[RankRecord]) -> None:
     """Write the files about the tensors, the manifest last, and give the checkpoint its name."""
     _describe(unfinished, manifest, records)
     _commit(unfinished, final)
