@@ -126,7 +126,7 @@ def test_everything_else_is_told_as_it_is(tmp_path, capsys):
         "resumed from checkpoints/step-00000002; next is step 3 of 4",
         "warning: data.workers = [cpu] is [bold]odd[/bold] :smile:",
         "step 3/4  loss nan (skipped)  200 tokens/s  1 GiB  0.5 s left  lr 1.00e-03",
-        "saved checkpoints/step-00000003 (3 MiB in 0.25 s, training waited 0.01 s)",
+        "saved checkpoints/step-00000003 (3 MiB in 0.25 s, training waited 10 ms)",
         "step 3: rank 1 has [other] rows",
         "profile of steps 3 to 3: profile-steps-3-3.json",
         "validation after step 3: loss 5.0000, perplexity 148.4, accuracy 50.0%",
