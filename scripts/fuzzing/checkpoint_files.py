@@ -18,7 +18,7 @@ from fuzzing import checkpoint_truth as truth
 from fuzzing import mutations
 from fuzzing.cases import FuzzCase, FuzzTarget
 
-DATA_FILES = ("rank-00000.bin", "rank-00001.bin")
+DATA_FILES = truth.DATA_FILES
 HUGE_BYTES = 1 << 40
 
 
@@ -31,6 +31,7 @@ class CheckpointFileTarget(FuzzTarget):
     )
     first_refusals: ClassVar[str] = (
         r"has changed|is missing|is not in its manifest|is not a regular file|has \d+ bytes and had|is not JSON|"
+        r"is not that of its tensors|"
         r"must be that of the folder's name|Is a directory|No such file"
     )
 
@@ -68,12 +69,16 @@ class CheckpointFileTarget(FuzzTarget):
 
     def _forge_data(self, case: FuzzCase, folder: Path) -> None:
         path = folder / case.rng.choice(DATA_FILES)
-        content, change = mutations.change_bytes(case.rng, path.read_bytes())
+        content = path.read_bytes()
+        first = truth.PAGE * (case.rng.random() < 0.8)
+        changed, change = mutations.change_bytes(case.rng, content[first:])
+        content = content[:first] + changed
         if case.rng.random() < 0.6:  # The same length, so that only the values are new
             length = len(path.read_bytes())
             content = content[:length].ljust(length, b"\0")
             change += "; of the same length"
         path.write_bytes(content)
+        truth.fit_boxes(folder)
         truth.fit_checksums(folder)
         case.note(f"{path.name}: {change}; checksums fitted")
 
@@ -84,7 +89,7 @@ class CheckpointFileTarget(FuzzTarget):
             ("a file of another step", "two files", "the name of the folder", "all but the manifest")
         ):
             case "a file of another step":
-                shutil.copy(self.other / "rank-00000.bin", folder / rng.choice(DATA_FILES))
+                shutil.copy(self.other / DATA_FILES[0], folder / rng.choice(DATA_FILES))
             case "two files":
                 first, second = (folder / name for name in DATA_FILES)
                 content = first.read_bytes()
@@ -99,6 +104,7 @@ class CheckpointFileTarget(FuzzTarget):
                     if path.name != truth.MANIFEST:
                         shutil.copy(path, folder / path.name)
         if rng.random() < 0.4:
+            truth.fit_boxes(folder)
             truth.fit_checksums(folder)
             kind += "; checksums fitted"
         case.note(f"exchanged: {kind}")
@@ -129,7 +135,7 @@ class CheckpointFileTarget(FuzzTarget):
             case "a huge file":
                 os.truncate(path, HUGE_BYTES)
             case _:
-                (folder / rng.choice((".metadata", "rank-00002.bin", "\udcff", "a\nb"))).write_bytes(b"x")
+                (folder / rng.choice((".metadata", "rank-00002.safetensors", "\udcff", "a\nb"))).write_bytes(b"x")
         if rng.random() < 0.3 and kind not in ("a huge file", "/dev/zero", "a pipe") and path.name != truth.MANIFEST:
             truth.fit_checksums(folder)
             kind += "; checksums fitted"

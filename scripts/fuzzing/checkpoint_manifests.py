@@ -57,6 +57,8 @@ class ManifestTarget(FuzzTarget):
                 change += "; checksums fitted"
             else:
                 path.write_text(json.dumps(tree))
+                if path.name == truth.TENSORS and case.rng.random() < 0.5:
+                    truth.fit_boxes(folder)
                 truth.fit_checksums(folder)
                 change += "; checksums fitted"
         case.note(f"{path.name}: {change}")
@@ -73,7 +75,9 @@ def _changed(case: FuzzCase, tree: Any, name: str) -> tuple[Any, str]:
         case "place":
             chunk[3] += rng.choice((-8, -1, 1, 8, 10**6, -(10**6)))
         case "file":
-            chunk[2] = rng.choice((truth.SAVED_BY, truth.MANIFEST, "../x", "/dev/zero", "rank-00009.bin", other[2]))
+            chunk[2] = rng.choice(
+                (truth.SAVED_BY, truth.MANIFEST, "../x", "/dev/zero", "rank-00009.safetensors", other[2])
+            )
         case "exchange":
             chunk[2:4], other[2:4] = other[2:4], chunk[2:4]
         case "offset":

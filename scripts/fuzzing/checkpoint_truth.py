@@ -5,6 +5,7 @@ Nothing here calls motet's readers: the truth about a folder comes from its JSON
 
 import json
 import shutil
+import struct
 import zlib
 from math import prod
 from pathlib import Path
@@ -13,14 +14,39 @@ from typing import Any
 import torch
 
 from fuzzing.cases import FindingError, check_equal
-from motet.checkpoint.manifest import CheckpointManifest, SavedBy, checkpoint_verdicts
-from motet.checkpoint.save_and_load import CheckpointShard, load_checkpoint, save_checkpoint
+from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.manifest import CheckpointManifest, SavedBy
+from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from motet.checkpoint.verification import checkpoint_verdicts
 from motet.core.errors import InputError
 
 State = dict[str, torch.Tensor]
 
 MANIFEST, SAVED_BY, TENSORS, METADATA = "manifest.json", "saved_by.json", "tensors.json", ".metadata"
+DATA_FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 MAX_FILE_BYTES = 1 << 24
+PAGE = 4096
+HEADER_DTYPES = {
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "float16": "F16",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
 STEP = 4
 # No two have the same shape, so that no part of a file can stand for another.
 SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -58,10 +84,10 @@ def _save(folder: Path, state: State, step: int) -> None:
 
 def _spread(folder: Path) -> None:
     """Cut the tensors between their first rows and the others into two files, as two ranks would write them."""
-    index, contents = json.loads((folder / TENSORS).read_text()), {"rank-00000.bin": b"", "rank-00001.bin": b""}
-    source = (folder / "rank-00000.bin").read_bytes()
+    index, contents = json.loads((folder / TENSORS).read_text()), dict.fromkeys(DATA_FILES, b"")
+    source = (folder / DATA_FILES[0]).read_bytes()
     for name, (chunk,) in index.items():
-        offsets, lengths, _, start, size = chunk
+        offsets, lengths, _, start, size, _ = chunk
         content, cut = source[start : start + size], lengths[0] // 2 if lengths else 0
         pieces = [(offsets, lengths, content)]
         if cut:
@@ -72,10 +98,11 @@ def _spread(folder: Path) -> None:
             ]
         index[name] = []
         for file, (at, size_of_box, piece) in zip(contents, pieces, strict=False):
-            index[name].append([at, size_of_box, file, len(contents[file]), len(piece)])
+            index[name].append([at, size_of_box, file, PAGE + len(contents[file]), len(piece), zlib.crc32(piece)])
             contents[file] += piece
+    dtypes = json.loads((folder / MANIFEST).read_text())["dtypes"]
     for file, content in contents.items():
-        (folder / file).write_bytes(content)
+        (folder / file).write_bytes(true_header(index, dtypes, file) + content)
     (folder / TENSORS).write_text(json.dumps(index, separators=(",", ":")))
     fit_checksums(folder)
 
@@ -91,11 +118,22 @@ def write_manifest(folder: Path, content: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps(content, indent=1))
 
 
+def fit_boxes(folder: Path) -> None:
+    """Enter the checksums of boxes in the index as the data files are now, where the index can say it."""
+    try:
+        index = json.loads((folder / TENSORS).read_text())
+        for chunk in (chunk for chunks in index.values() for chunk in chunks if chunk[2] in DATA_FILES):
+            chunk[5] = zlib.crc32((folder / chunk[2]).read_bytes()[chunk[3] : chunk[3] + chunk[4]])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OSError, RecursionError):
+        return
+    (folder / TENSORS).write_text(json.dumps(index, separators=(",", ":")))
+
+
 def fit_checksums(folder: Path) -> None:
     """Enter all files in the manifest as they are now."""
     content = json.loads((folder / MANIFEST).read_text())
     files = [path for path in sorted(folder.iterdir()) if path.name != MANIFEST and path.is_file()]
-    contents = {path.name: path.read_bytes() for path in files if path.stat().st_size <= MAX_FILE_BYTES}
+    contents = {path.name: path.read_bytes() for path in files if path.name in (SAVED_BY, TENSORS)}
     content["checksums"] = {name: zlib.crc32(data) for name, data in contents.items()}
     content["sizes"] = {path.name: path.stat().st_size for path in files}
     write_manifest(folder, content)
@@ -113,27 +151,42 @@ def true_state(folder: Path) -> State | None:
         content = json.loads(text)
         rest = {key: value for key, value in content.items() if key != "checksum"}
         _require(content["checksum"] == zlib.crc32(json.dumps(rest, indent=1).encode()))
-        _require(content["format"] == 2 and f"step-{content['step']:08d}" == folder.name)
+        _require(content["format"] == 3 and f"step-{content['step']:08d}" == folder.name)
         contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
-        _require(content["checksums"] == {name: zlib.crc32(data) for name, data in contents.items()})
+        _require(content["checksums"] == {name: zlib.crc32(contents[name]) for name in (SAVED_BY, TENSORS)})
         _require(content["sizes"] == {name: len(data) for name, data in contents.items()})
         _require(content["shapes"] == {name: list(shape) for name, (_, shape) in SHAPES.items()})
         _require(isinstance(json.loads(contents[SAVED_BY]), dict))
         index = json.loads(contents[TENSORS])
+        for file in contents.keys() - {SAVED_BY, TENSORS}:
+            header = true_header(index, content["dtypes"], file)
+            _require(contents[file][: len(header)] == header)
         return {name: _true_tensor(index[name], content["dtypes"][name], contents, name) for name in SHAPES}
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OSError, RecursionError, RuntimeError):
         return None
 
 
+def true_header(index: dict[str, list[Any]], dtypes: dict[str, str], file: str) -> bytes:
+    """The header of a data file by its chunks: a page, as long as there are few."""
+    entries = {}
+    chunks = [(chunk, name) for name, chunks in index.items() for chunk in chunks if chunk[2] == file]
+    for (offsets, lengths, _, start, size, _), name in sorted(chunks, key=lambda each: each[0][3]):
+        key = name if tuple(lengths) == SHAPES[name][1] else f"{name}@{','.join(map(str, offsets))}"
+        dtype = HEADER_DTYPES[dtypes[name]]
+        entries[key] = {"dtype": dtype, "shape": lengths, "data_offsets": [start - PAGE, start - PAGE + size]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return struct.pack("<Q", PAGE - 8) + text.ljust(PAGE - 8)
+
+
 def _true_tensor(chunks: list[Any], dtype_name: str, contents: dict[str, bytes], name: str) -> torch.Tensor:
     dtype, (wanted, shape) = getattr(torch, dtype_name), SHAPES[name]
     values, times = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.int64)
-    for offsets, lengths, file, start, size in chunks:
+    for offsets, lengths, file, start, size, checksum in chunks:
         box = tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))
         _require(size == prod(lengths) * dtype.itemsize and min([0, *offsets]) >= 0 and len(lengths) == len(shape))
         _require(all(at + n <= m for at, n, m in zip(offsets, lengths, shape, strict=True)))
         content = bytearray(contents[file][start : start + size])
-        _require(len(content) == size and file not in (SAVED_BY, TENSORS))
+        _require(len(content) == size and file not in (SAVED_BY, TENSORS) and zlib.crc32(content) == checksum)
         values[box] = torch.frombuffer(content, dtype=dtype).view(lengths)
         times[box] += 1
     _require(bool((times == 1).all()))

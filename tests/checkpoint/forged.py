@@ -9,8 +9,9 @@ from zlib import crc32
 
 import torch
 
+from motet.checkpoint.data_files import CheckpointShard
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import CheckpointShard, load_checkpoint, save_checkpoint
+from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.core.units import dtype_name
 from motet.parallel.process.process_group import RankGroup
 
@@ -47,6 +48,14 @@ def load_state(where: Path, state: State, group: RankGroup | None = None) -> Che
     return load_checkpoint(where, whole_shards(state), group.process_group if group else None)
 
 
+def _fit_index(index_path: Path, data: Path) -> None:
+    """Enter the checksums of the boxes in a data file as they are now."""
+    index, content = json.loads(index_path.read_text()), data.read_bytes()
+    for chunk in (chunk for chunks in index.values() for chunk in chunks if chunk[2] == data.name):
+        chunk[5] = crc32(content[chunk[3] : chunk[3] + chunk[4]])
+    index_path.write_text(json.dumps(index, separators=(",", ":")))
+
+
 def forge(where: Path, changed: str, change: Callable[[Any], Any]) -> None:
     """Change the content of a file of JSON, or the bytes of another file, and fit all checksums and sizes to it."""
     path, manifest_path = where / changed, where / "manifest.json"
@@ -56,10 +65,12 @@ def forge(where: Path, changed: str, change: Callable[[Any], Any]) -> None:
         path.write_text(json.dumps(content))
     else:
         path.write_bytes(change(path.read_bytes()))
+        _fit_index(where / "tensors.json", path)
     manifest = json.loads(manifest_path.read_text())
-    if changed != "manifest.json":
-        manifest["checksums"][changed] = crc32(path.read_bytes())
-        manifest["sizes"][changed] = len(path.read_bytes())
+    for name in {changed, "tensors.json"} if changed != "manifest.json" else ():
+        if name.endswith(".json"):
+            manifest["checksums"][name] = crc32((where / name).read_bytes())
+        manifest["sizes"][name] = len((where / name).read_bytes())
     if manifest.pop("checksum", None) is not None:
         manifest["checksum"] = crc32(json.dumps(manifest, indent=1).encode())
     manifest_path.write_text(json.dumps(manifest, indent=1))

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from checkpoint.forged import Evil, forge, load_state, save_state, some_state
-from motet.checkpoint import manifest, save_and_load
-from motet.checkpoint.manifest import checkpoint_verdicts, have_overlap, read_checkpoint, verify_files
+from motet.checkpoint import save_and_load, verification
+from motet.checkpoint.manifest import CheckpointManifest, SavedBy
+from motet.checkpoint.tensor_index import StoredChunk, have_overlap, read_checkpoint
+from motet.checkpoint.verification import checkpoint_verdicts, verify_files
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
@@ -21,7 +23,7 @@ from refusals import refused
 
 
 def _verify(where: Path) -> None:
-    verify_files(where, read_checkpoint(where)[0])
+    verify_files(where, *read_checkpoint(where))
 
 
 def test_any_byte_that_changes_is_noticed(tmp_path: Path) -> None:
@@ -29,7 +31,10 @@ def test_any_byte_that_changes_is_noticed(tmp_path: Path) -> None:
     _verify(where)
     for path in where.iterdir():
         content = path.read_bytes()
+        spaces = len(content) - len(content.replace(b" " * 64, b""))  # Of the padding of a header, some are enough
         for i in range(len(content)):
+            if content[i : i + 64] == b" " * 64 and spaces and i % 97:
+                continue
             changed = bytearray(content)
             changed[i] ^= draw.randrange(1, 256)
             path.write_bytes(changed)
@@ -52,7 +57,7 @@ def _set(*keys: str, to: object) -> Callable[[Any], None]:
 
 def _chunk(name: str, **fields: object) -> Callable[[Any], None]:
     """Another value of some fields of the first chunk of a tensor."""
-    order = ["offsets", "lengths", "file", "start", "size_bytes"]
+    order = ["offsets", "lengths", "file", "start", "size_bytes", "checksum"]
     return lambda content: [content[name][0].__setitem__(order.index(key), to) for key, to in fields.items()]
 
 
@@ -68,20 +73,23 @@ FORGED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("manifest.json", _set("step", to=4.0), "step = 4.0 must be a whole number"),
     ("manifest.json", _set("step", to=10**40), "step = 1000.*0000 must be"),
     ("manifest.json", _set("step", to=None), "step = None must be a whole number"),
-    ("manifest.json", _set("format", to=1), "format = 1 must be 2"),
-    ("manifest.json", _set("format", to=3), "format = 3 must be 2"),
-    ("manifest.json", _without("format"), "format = None must be 2"),
-    ("manifest.json", _without("format", "checksums"), "format = None must be 2"),
+    ("manifest.json", _set("format", to=True), "format = True must be 3"),
+    ("manifest.json", _set("format", to="2"), "format = '2' must be 3"),
+    ("manifest.json", _set("format", to=-2), "format = -2 must be 3"),
+    ("manifest.json", _without("format"), "format = None must be 3"),
+    ("manifest.json", _without("format", "checksums"), "format = None must be 3"),
     ("manifest.json", _without("checksum"), "manifest.json has changed: its checksum is not None"),
     ("manifest.json", _without("step"), "manifest.json: step is missing"),
-    ("manifest.json", _without("checksums"), "saved_by.json is not among them"),
-    ("manifest.json", _set("checksums", to={}), r"saved_by.json is not among them"),
-    ("manifest.json", _without("sizes"), "sizes must be of the files"),
+    ("manifest.json", _without("checksums"), "checksums must be of tensors.json .*; saved_by.json is not there"),
+    ("manifest.json", _set("checksums", to={}), "saved_by.json is not there"),
+    ("manifest.json", _set("checksums", "rank-00000.safetensors", to=1), "; rank-00000.safetensors is there"),
+    ("manifest.json", _without("sizes"), "sizes must be of the other files; saved_by.json is not among them"),
+    ("manifest.json", _set("sizes", "manifest.json", to=1), "sizes .*; manifest.json is among them"),
     ("manifest.json", _set("checksums", "../../x", to=1), r"'../../x' must be of letters"),
     ("manifest.json", _set("checksums", "saved_by.json", to="x"), "checksums.saved_by.json = 'x' must be a whole"),
     ("manifest.json", _set("checksums", "saved_by.json", to=2**32), "must be less than 4294967296"),
-    ("manifest.json", _set("sizes", "rank-00000.bin", to=2**60), "must be at most"),
-    ("manifest.json", _set("sizes", "rank-00000.bin", to=57), "rank-00000.bin has 58 bytes and had 57"),
+    ("manifest.json", _set("sizes", "rank-00000.safetensors", to=2**60), "must be at most"),
+    ("manifest.json", _set("sizes", "rank-00000.safetensors", to=4153), "has 4154 bytes and had 4153"),
     ("manifest.json", _set("shapes", to=[1]), r"shapes = \[1\] must be a section with keys"),
     ("manifest.json", _set("shapes", "b", to=[-1]), "shapes.b.0 = -1 must be at least 0"),
     ("manifest.json", _set("shapes", "b", to="62"), "shapes.b = '62' must be a list"),
@@ -96,8 +104,14 @@ FORGED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("manifest.json", _set("shapes", "a/weight", to=[7, 2]), r"a/weight: 12 elements of \[7, 2\] are there"),
     ("manifest.json", _set("shapes", "extra", to=[3]), "'extra' must have a shape and a dtype"),
     ("manifest.json", _set("dtypes", to=None), "dtypes = None must be a section with keys"),
-    ("manifest.json", _set("dtypes", "b", to="float23"), "dtypes.b = 'float23' must be a dtype that motet knows"),
+    ("manifest.json", _set("dtypes", "b", to="float23"), "dtypes.b = 'float23' must be a dtype that a checkpoint"),
+    ("manifest.json", _set("dtypes", "b", to="complex128"), "b = 'complex128' must be a dtype that a checkpoint"),
     ("manifest.json", _set("dtypes", "b", to="float64"), r"b: size_bytes = 4 must be 8"),
+    (
+        "manifest.json",
+        _set("dtypes", "b", to="int32"),
+        "the header of rank-00000.safetensors is not that of its tensors",
+    ),
     ("manifest.json", _set("data_fingerprint", to=5), "data_fingerprint = 5 must be a text"),
     ("manifest.json", _set("more", to=5), "more = 5 is not a known field there"),
     ("saved_by.json", _set("ranks", to=0), "saved_by.ranks = 0 must be at least 1"),
@@ -108,15 +122,24 @@ FORGED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("tensors.json", _set("more", to=[]), "'more' is not in the manifest"),
     ("tensors.json", _chunk("b", file="saved_by.json"), "must be in both the manifest and the index"),
     ("tensors.json", _chunk("b", file="../x"), "must be of letters"),
-    ("tensors.json", _chunk("b", start=0), "must fill its 58 bytes one after the other"),
+    ("tensors.json", _chunk("b", start=0), "must fill its 4154 bytes one after the other"),
     ("tensors.json", _chunk("b", start=-1), "must be at least 0"),
+    ("tensors.json", _chunk("b", start=4145), "b: start = 4145 must be a multiple of 4"),
+    ("tensors.json", _chunk("b", checksum=1), "rank-00000.safetensors has changed"),
+    ("tensors.json", _chunk("b", checksum=-1), "must be at least 0"),
     ("tensors.json", _chunk("b", size_bytes=3), "b: size_bytes = 3 must be 4"),
     ("tensors.json", _chunk("b", size_bytes=2**60), "must be at most"),
     ("tensors.json", _chunk("c/half", offsets=[1]), r"c/half: the chunk of \(3,\) at \(1,\) is not inside \[3\]"),
     ("tensors.json", _chunk("c/half", offsets=[0, 0]), "c/half: a chunk has 1 dimensions, and the tensor 1|is not"),
     ("tensors.json", lambda c: c["b"].append(c["b"][0]), r"b: 2 elements of \[\] are there, and must be 1"),
-    ("rank-00000.bin", lambda content: content + b"more", "must fill its 62 bytes one after the other"),
-    ("rank-00000.bin", lambda content: content[:-4], "must fill its 54 bytes one after the other"),
+    ("rank-00000.safetensors", lambda content: content + b"more", "must fill its 4158 bytes one after the other"),
+    ("rank-00000.safetensors", lambda content: content[:-4], "must fill its 4150 bytes one after the other"),
+    (
+        "rank-00000.safetensors",
+        lambda content: content[:4096].replace(b" ", b"\t", 1) + content[4096:],
+        "the header of",
+    ),
+    ("rank-00000.safetensors", lambda content: b"\1" + content[1:], "the header of"),
 ]
 
 
@@ -131,16 +154,25 @@ def test_forged_fields_are_refused_by_name(
     assert all(tensor.eq(7.0).all() for tensor in state.values())
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_manifest_alone(tmp_path: Path) -> None:
-    """These had no number of their format, and no checksum of the manifest; tensors were in a pickle."""
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without("format", "checksum", "sizes"), "no format number"),
+        *((_set("format", to=i), f"format {i}") for i in (2, 4)),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_by_its_manifest_alone(
+    tmp_path: Path, change: Callable[[Any], None], words: str
+) -> None:
+    """The oldest had no number of their format, and no checksum of the manifest; tensors were in a pickle."""
     where, state = save_state(tmp_path, 4, some_state()), some_state(7.0)
-    forge(where, "manifest.json", _without("format", "checksum", "sizes"))
+    forge(where, "manifest.json", change)
     for path in where.iterdir():
         if path.name != "manifest.json":
             path.unlink()
     sentence = (
-        "step-00000004 has no format number, so a version of motet before 0.1.0 saved it, and this version reads "
-        "format 2 alone: resume with the version that saved it, or start in another run folder"
+        f"step-00000004 has {words}, so another version of motet saved it, and this version reads format 3 alone: "
+        "resume with the version that saved it, or start in another run folder"
     )
     refused(sentence, load_state, where, state)
     (verdict,) = checkpoint_verdicts(where)
@@ -152,7 +184,8 @@ def test_elements_that_are_there_twice_are_not_taken_for_those_that_are_missing(
     where = save_state(tmp_path, 4, {"w": torch.arange(4.0)})
 
     def overlap(content: Any) -> None:
-        content["w"] = [[[0], [2], "rank-00000.bin", 0, 8], [[1], [2], "rank-00000.bin", 8, 8]]
+        file = "rank-00000.safetensors"
+        content["w"] = [[[0], [2], file, 4096, 8, 1], [[1], [2], file, 4104, 8, 1]]
 
     forge(where, "tensors.json", overlap)
     refused("w: an element is there twice", load_state, where, {"w": torch.zeros(4)})
@@ -172,8 +205,8 @@ def test_boxes_overlap_if_an_element_is_in_two(seed: int) -> None:
 
 
 def _link(where: Path) -> None:
-    (where / "rank-00000.bin").unlink()
-    (where / "rank-00000.bin").symlink_to("/dev/zero")
+    (where / "rank-00000.safetensors").unlink()
+    (where / "rank-00000.safetensors").symlink_to("/dev/zero")
 
 
 def _pipe(where: Path) -> None:
@@ -184,11 +217,14 @@ def _pipe(where: Path) -> None:
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing manifest": (lambda w: (w / "manifest.json").unlink(), "manifest.json: No such file"),
     "a missing saved_by.json": (lambda w: (w / "saved_by.json").unlink(), "saved_by.json: No such file"),
-    "missing tensors": (lambda w: (w / "rank-00000.bin").unlink(), "rank-00000.bin is missing"),
-    "another file": (lambda w: (w / "rank-00001.bin").write_text(""), "'rank-00001.bin' is not in its manifest"),
+    "missing tensors": (lambda w: (w / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
+    "another file": (
+        lambda w: (w / "rank-00001.safetensors").write_text(""),
+        "'rank-00001.safetensors' is not in its manifest",
+    ),
     "a pickle": (lambda w: (w / ".metadata").write_bytes(pickle.dumps(Evil())), "'.metadata' is not in its manifest"),
     "a manifest that is a pickle": (lambda w: (w / "manifest.json").write_bytes(pickle.dumps(Evil())), "is not JSON"),
-    "a file that never ends": (_link, "rank-00000.bin is not a regular file"),
+    "a file that never ends": (_link, "rank-00000.safetensors is not a regular file"),
     "a pipe": (_pipe, "manifest.json is not a regular file"),
     "nesting": (lambda w: (w / "manifest.json").write_text("[" * 10**5), "nested too deeply"),
     "many digits": (lambda w: (w / "manifest.json").write_text('{"step": %s}' % ("9" * 5000)), "is not JSON: Exceeds"),
@@ -236,7 +272,7 @@ def test_a_rank_verifies_what_it_interprets_itself(tmp_path: Path, name: str) ->
     """Another rank may compare the checksum of that file later."""
     where = save_state(tmp_path, 4, some_state())
     path = where / name
-    path.write_bytes(path.read_bytes().replace(b"\n", b" ").replace(b",", b", ", 1))
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
     refused(f"{name} has changed", read_checkpoint, where)
 
 
@@ -252,19 +288,26 @@ def test_a_checkpoint_of_another_user_is_not_called_damaged(tmp_path: Path, monk
         refused(sentence, read_checkpoint, where)
 
 
-def _verified_names(group: RankGroup, where: Path) -> list[str]:
-    names = list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "verify_file", lambda folder, manifest, name: names.append(name))
-        load_state(where, some_state(), group)
-    return names
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_each_file_is_verified_by_one_rank(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    where = save_state(tmp_path, 4, some_state())
-    names = [name for each in ranks.run(world, _verified_names, where) for name in each]
-    assert sorted(names) == sorted({path.name for path in where.iterdir()} - {"manifest.json"})
+@pytest.mark.parametrize("shares", [1, 2, 4, 50])
+@pytest.mark.parametrize("span_bytes", [1, 60, 10**9])
+def test_each_byte_is_verified_by_one_rank_and_the_bytes_are_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: int, span_bytes: int
+) -> None:
+    read, verify_span = list[tuple[int, Any]](), verification._verify_span
+    monkeypatch.setattr(verification, "_SPAN_BYTES", span_bytes)
+    where = save_state(tmp_path, 4, {f"t{i}": torch.ones(1 + i % 5) for i in range(20)})
+    for share in range(shares):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                verification, "_verify_span", lambda f, s, share=share: (read.append((share, s)), verify_span(f, s))
+            )
+            verify_files(where, *read_checkpoint(where), share=share, shares=shares)
+    chunks = [chunk for _, span in read for chunk in span.chunks]
+    assert sorted(chunk.start for chunk in chunks) == sorted({chunk.start for chunk in chunks}) and len(chunks) == 20
+    assert [bool(span.header_boxes) for _, span in read if span.chunks[0].start == 4096] == [True]
+    assert sum(bool(span.header_boxes) for _, span in read) == 1
+    by_share = [sum(c.size_bytes for s, span in read for c in span.chunks if s == share) for share in range(shares)]
+    assert sum(by_share) == 240 and max(by_share) <= 240 / shares + 20
 
 
 def _read_where_one_rank_cannot(group: RankGroup, where: Path) -> str:
@@ -295,7 +338,19 @@ def _load_damaged(group: RankGroup, where: Path) -> str:
 def test_every_rank_says_which_file_is_damaged(ranks: Ranks, tmp_path: Path) -> None:
     """There are more ranks than files."""
     where = save_state(tmp_path, 4, some_state())
-    data = where / "rank-00000.bin"
-    data.write_bytes(bytes(len(data.read_bytes())))
+    data = where / "rank-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-12] + bytes(12))
     (sentence,) = {*ranks.run(4, _load_damaged, where)}
-    assert "rank-00000.bin has changed" in sentence
+    assert "rank-00000.safetensors has changed" in sentence
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_the_header_of_each_file_is_verified_once(shares: int) -> None:
+    names = [f"t{i}" for i in range(6)]
+    index = {name: [StoredChunk((0,), (1,), f"f{i // 2}", 4096 + i % 2 * 4, 4, 0)] for i, name in enumerate(names)}
+    stored = CheckpointManifest(
+        1, "", {name: [1] for name in names}, dict.fromkeys(names, "float32"), SavedBy(1, 1, "")
+    )
+    spans = [span for share in range(shares) for span in verification._spans(stored, index, share=share, shares=shares)]
+    headers = [(span.file, [box.name for box in span.header_boxes]) for span in spans if span.header_boxes]
+    assert headers == [("f0", names[:2]), ("f1", names[2:4]), ("f2", names[4:])]

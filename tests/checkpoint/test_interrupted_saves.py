@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from checkpoint.forged import load_state, save_state, some_state
-from motet.checkpoint.manifest import complete_checkpoints
+from motet.checkpoint.checkpoint_folders import complete_checkpoints
 from motet.checkpoint.save_and_load import clear_interrupted_saves
 from motet.core.errors import CheckpointSaveError
 
@@ -134,7 +134,7 @@ def test_everything_is_on_disk_before_the_old_checkpoint_goes(tmp_path: Path, mo
     monkeypatch.setattr(os, "rename", move)
     save_state(folder, 1, some_state(), keep=1)
     name = "step-00000001"
-    assert sorted(done[:3]) == ["flush rank-00000.bin", "flush saved_by.json", "flush tensors.json"]
+    assert sorted(done[:3]) == ["flush rank-00000.safetensors", "flush saved_by.json", "flush tensors.json"]
     assert done[3:] == [
         *("flush manifest.json", f"flush {name}.partial", f"rename {name} {name}.old", f"rename {name}.partial {name}"),
         *(f"flush {folder.name}", f"rename {name}.old {name}.old.partial"),

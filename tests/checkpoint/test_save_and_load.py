@@ -10,8 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.forged import load_state, save_state, some_state
-from motet.checkpoint.manifest import CheckpointManifest, SavedBy, complete_checkpoints
-from motet.checkpoint.save_and_load import CheckpointShard, save_checkpoint
+from motet.checkpoint.checkpoint_folders import complete_checkpoints
+from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.manifest import CheckpointManifest, SavedBy
+from motet.checkpoint.save_and_load import save_checkpoint
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from ranks import Ranks
@@ -56,7 +58,7 @@ def _save_with_a_slow_removal_of_remains(group: RankGroup, folder: Path) -> None
 def test_the_others_wait_until_the_leader_has_cleared_the_folder(ranks: Ranks, tmp_path: Path) -> None:
     remains = tmp_path / "step-00000002.partial"
     remains.mkdir()
-    (remains / "rank-00001.bin").write_text("of another world")
+    (remains / "rank-00001.safetensors").write_text("of another world")
     ranks.run(3, _save_with_a_slow_removal_of_remains, tmp_path)
     state = some_state(0.0)
     load_state(tmp_path / "step-00000002", state)
@@ -95,7 +97,7 @@ class _Copies(TorchDispatchMode):
         self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.copy_):
+        if operation.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):  # Not into pieces of a file
             self.shapes.append(args[0].shape)
         return operation(*args, **(kwargs or {}))
 

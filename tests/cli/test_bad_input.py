@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 from bad_input_cases import CASES, FINISHED, MODELS, RUN, CannotBeTriedError
 
-from motet.checkpoint.manifest import complete_checkpoints
+from motet.checkpoint.checkpoint_folders import complete_checkpoints
 from motet.cli.main import main
 from motet.core.errors import EXIT_CODES
 from motet.monitor.events import RunEnded, StepDone, read_events

@@ -10,8 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoint.forged import save_state
-from motet.checkpoint import manifest
-from motet.checkpoint.manifest import CheckpointManifest, verify_files
+from motet.checkpoint import verification
+from motet.checkpoint.manifest import CheckpointManifest
+from motet.checkpoint.tensor_index import TensorIndex
+from motet.checkpoint.verification import verify_files
 from motet.cli.main import app
 
 
@@ -39,11 +41,11 @@ def test_a_row_for_each_checkpoint(run: Path) -> None:
 
 def test_damage_is_named_and_the_others_are_read(run: Path) -> None:
     checkpoints = run / "checkpoints"
-    data = checkpoints / "step-00000004/rank-00000.bin"
-    data.write_bytes(bytes(12))
+    data = checkpoints / "step-00000004/rank-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-4] + bytes(4))
     shutil.copytree(checkpoints / "step-00000002", checkpoints / "step-00000008.partial")
     passed, text = verify(run)
-    assert not passed and text.count("whole") == 2 and "(rank-00000.bin has changed)" in text
+    assert not passed and text.count("whole") == 2 and "(rank-00000.safetensors has changed)" in text
     assert "step-00000008.partial is not read" in text and "of 3 checkpoints in" in text
     passed, text = verify(run, "--json")
     rows: list[dict[str, Any]] = json.loads(text[: text.rindex("]") + 1])
@@ -55,12 +57,12 @@ def test_damage_is_named_and_the_others_are_read(run: Path) -> None:
 
 
 def test_a_checkpoint_that_a_run_deletes_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def delete_first(folder: Path, manifest: CheckpointManifest) -> None:
+    def delete_first(folder: Path, manifest: CheckpointManifest, index: TensorIndex) -> None:
         if folder.name == "step-00000002":
             shutil.rmtree(folder)
-        verify_files(folder, manifest)
+        verify_files(folder, manifest, index)
 
-    monkeypatch.setattr(manifest, "verify_files", delete_first)
+    monkeypatch.setattr(verification, "verify_files", delete_first)
     passed, text = verify(run)
     assert passed and text.count("whole") == 2
 

@@ -64,7 +64,9 @@ def trained(ranks: Ranks, folder: Path, *layout: str, model: str = "decoder") ->
 
 
 def stored_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*.bin"))
+    """The bytes of all data files without their headers."""
+    files = list(folder.rglob("*.safetensors"))
+    return sum(file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files)
 
 
 @pytest.mark.parametrize(

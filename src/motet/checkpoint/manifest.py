@@ -1,24 +1,16 @@
 """The manifest of a checkpoint: one description of its fields, which every manifest that is read must match.
-`checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. The
-manifest of a model and its optimizer is the same for every layout; `saved_by.json` names the run of the checkpoint.
+The manifest of a model and its optimizer is the same for every layout; `saved_by.json` names the run of the checkpoint.
 Nothing here imports torch.
-
-The index of a checkpoint, `tensors.json`: the place of each tensor's elements in the files, read with every check.
-Nothing here imports torch.
-
-The complete and the damaged checkpoints of a folder, and its other files. Nothing here imports torch.
 """
 
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import combinations, groupby
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 from reprlib import Repr
 from stat import S_ISREG
@@ -27,14 +19,16 @@ from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from motet.checkpoint.checkpoint_folders import REPLACED_SUFFIX, checkpoint_name
+from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES
 from motet.core.config_loading import describe_requirement
 from motet.core.errors import InputError, check_input
 from motet.core.units import DTYPE_BYTES
 from motet.precision.recipe import LossScale
 
 MANIFEST_FILE, SAVED_BY_FILE, TENSORS_FILE = "manifest.json", "saved_by.json", "tensors.json"
-# The one format that is written and read. Manifests of versions before it have neither a number nor a checksum.
-FORMAT: Final = 2
+# The one format that is written and read. Manifests of versions before 0.1.0 have no number.
+FORMAT: Final = 3
 # A larger file of JSON is neither written nor read.
 MAX_JSON_BYTES = 2**28
 # Prefixes of tensors that only independent replicas need; any other run ignores them.
@@ -46,8 +40,8 @@ ParsedT = TypeVar("ParsedT")
 
 
 def _check_dtype(name: str) -> str:
-    if name not in DTYPE_BYTES:
-        raise PydanticCustomError("dtype", "must be a dtype that motet knows")
+    if name not in SAFETENSORS_DTYPES:
+        raise PydanticCustomError("dtype", "must be a dtype that a checkpoint can hold")
     return name
 
 
@@ -61,7 +55,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 Shape = Annotated[list[Count], Field(max_length=64), AfterValidator(_check_numel)]
 TensorName = Annotated[str, Field(min_length=1, max_length=2000)]
-_Checksum = Annotated[int, Field(ge=0, lt=2**32)]
+Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 _Dtype = Annotated[str, AfterValidator(_check_dtype)]
 _Positive = Annotated[int, Field(ge=1, le=2**31)]
 _Text = Annotated[str, Field(max_length=200)]
@@ -106,9 +100,9 @@ class CheckpointManifest:
     shapes: dict[TensorName, Shape]
     dtypes: dict[TensorName, _Dtype]
     saved_by: SavedBy
-    checksums: dict[FileName, _Checksum] = field(default_factory=dict)  # CRC-32 of the other files; set when written
-    sizes: dict[FileName, Count] = field(default_factory=dict)  # Bytes of these files
-    format: Literal[2] = FORMAT
+    checksums: dict[FileName, Checksum] = field(default_factory=dict)  # CRC-32 of the files of JSON; set when written
+    sizes: dict[FileName, Count] = field(default_factory=dict)  # Bytes of all other files
+    format: Literal[3] = FORMAT
 
     @property
     def all_shapes(self) -> dict[str, list[int]]:
@@ -125,7 +119,7 @@ class CheckpointManifest:
     @property
     def data_files(self) -> set[str]:
         """The files that hold tensors."""
-        return self.checksums.keys() - {SAVED_BY_FILE, TENSORS_FILE}
+        return self.sizes.keys() - {SAVED_BY_FILE, TENSORS_FILE}
 
     def to_text(self) -> str:
         """The content of `manifest.json`; its last field is the CRC-32 of the same text without that field."""
@@ -135,14 +129,14 @@ class CheckpointManifest:
         return json.dumps(content | {"checksum": zlib.crc32(text.encode())}, indent=1)
 
 
-class StoredFile(NamedTuple):
-    """The bytes of a file, and their CRC-32."""
+class StoredJson(NamedTuple):
+    """The bytes of a file of JSON, and their CRC-32."""
 
     size_bytes: int
     checksum: int
 
 
-def write_durably(path: Path, text: str) -> StoredFile:
+def write_durably(path: Path, text: str) -> StoredJson:
     """Write a new file of JSON, which is on disk when this returns."""
     content = text.encode()
     assert len(content) <= MAX_JSON_BYTES, f"{path}: {len(content)} bytes are more than a reader takes"
@@ -150,7 +144,7 @@ def write_durably(path: Path, text: str) -> StoredFile:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return StoredFile(len(content), zlib.crc32(content))
+    return StoredJson(len(content), zlib.crc32(content))
 
 
 # --- reading ---------------------------------------------------------------------------------------------
@@ -183,11 +177,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     with refuse_damage(folder):
         text = _read_limited(folder / MANIFEST_FILE)
         content = _parse_object(MANIFEST_FILE, text)
-        check_input(
-            "checksums" not in content or {"format", "checksum"} & content.keys(),
-            f"checkpoint {folder} has no format number, so a version of motet before 0.1.0 saved it, and this version "
-            f"reads format {FORMAT} alone: resume with the version that saved it, or start in another run folder",
-        )
+        _refuse_other_format(folder, content)
         if content.get("format") != FORMAT:
             raise ValueError(f"{MANIFEST_FILE}: format = {_SHORT.repr(content.get('format'))} must be {FORMAT}")
         checksum, saved_by_text = content.pop("checksum", None), _read_limited(folder / SAVED_BY_FILE)
@@ -212,6 +202,19 @@ def validate_json(schema: TypeAdapter[ParsedT], name: str, text: bytes) -> Parse
         raise ValueError(f"{name}: {key}{value} {describe_requirement(detail)}") from None
 
 
+def _refuse_other_format(folder: Path, content: Mapping[str, Any]) -> None:
+    """Refuse the manifest of another version; one without a number has no checksum of itself, or is damaged."""
+    number = content.get("format")
+    is_of_other_version = type(number) is int and 0 < number < 10**6 and number != FORMAT
+    is_without_number = "checksums" in content and not {"format", "checksum"} & content.keys()
+    check_input(
+        not is_of_other_version and not is_without_number,
+        f"checkpoint {folder} has {f'format {number}' if is_of_other_version else 'no format number'}, so another "
+        f"version of motet saved it, and this version reads format {FORMAT} alone: resume with the version that saved "
+        "it, or start in another run folder",
+    )
+
+
 def _parse_object(name: str, text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text)
@@ -223,7 +226,7 @@ def _parse_object(name: str, text: bytes) -> dict[str, Any]:
 
 
 def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator[str]:
-    saved_by, files, required = manifest.saved_by, manifest.checksums.keys(), {TENSORS_FILE, SAVED_BY_FILE}
+    saved_by, required = manifest.saved_by, {TENSORS_FILE, SAVED_BY_FILE}
     if folder_name.removesuffix(REPLACED_SUFFIX) != checkpoint_name(manifest.step):
         yield f"step = {manifest.step} must be that of the folder's name, {folder_name}"
     for shapes, dtypes in ((manifest.shapes, manifest.dtypes), (saved_by.shapes, saved_by.dtypes)):
@@ -231,10 +234,11 @@ def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator
             yield f"{name!r} must have a shape and a dtype"
     for name in sorted(manifest.shapes.keys() & saved_by.shapes.keys()):
         yield f"{name!r} must not be in {SAVED_BY_FILE} as well"
-    for name in sorted({MANIFEST_FILE} & files | required - files):
-        yield f"checksums must be those of the other files; {name} {'is' if name in files else 'is not'} among them"
-    if manifest.sizes.keys() != files:
-        yield "sizes must be of the files that have checksums"
+    for name in sorted(manifest.checksums.keys() ^ required):
+        state = "is not" if name in required else "is"
+        yield f"checksums must be of {TENSORS_FILE} and {SAVED_BY_FILE}; {name} {state} there"
+    for name in sorted({MANIFEST_FILE} & manifest.sizes.keys() | required - manifest.sizes.keys()):
+        yield f"sizes must be of the other files; {name} {'is not' if name in required else 'is'} among them"
     if saved_by.outer and "replicas" not in saved_by.outer:
         yield "saved_by.outer must have the number of replicas"
 
@@ -258,7 +262,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_listed(folder: Path, manifest: CheckpointManifest, name: str) -> bytes:
-    """The content of a small file whose checksum is that of the manifest."""
+    """The content of a file of JSON whose checksum is that of the manifest."""
     content = _read_limited(folder / name)
     _check_content(manifest, name, content)
     return content
@@ -270,26 +274,17 @@ def _check_content(manifest: CheckpointManifest, name: str, content: bytes) -> N
 
 
 def verify_listing(folder: Path, manifest: CheckpointManifest) -> None:
-    """Raise a `ValueError` unless the folder holds the files of its manifest, and no other."""
-    present, listed = {path.name for path in folder.iterdir()}, manifest.checksums.keys() | {MANIFEST_FILE}
+    """Raise a `ValueError` unless the folder holds the files of its manifest with their sizes, and no other."""
+    present, listed = {path.name for path in folder.iterdir()}, manifest.sizes.keys() | {MANIFEST_FILE}
     for name in sorted(present ^ listed):
         raise ValueError(f"{name} is missing" if name in listed else f"{_SHORT.repr(name)} is not in its manifest")
     for name in sorted(listed):
         if not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")
-
-
-def verify_file(folder: Path, manifest: CheckpointManifest, name: str) -> None:
-    """Raise a `ValueError` unless a file of a checkpoint is unchanged."""
-    expected_bytes, checksum = manifest.sizes[name], 0
-    with open_regular(folder / name) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != expected_bytes:
+        expected_bytes = manifest.sizes.get(name)
+        size_bytes = (folder / name).stat().st_size
+        if expected_bytes not in (size_bytes, None):
             raise ValueError(f"{name} has {size_bytes} bytes and had {expected_bytes}")
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    if checksum != manifest.checksums[name]:
-        raise ValueError(f"{name} has changed")
 
 
 _SHORT = Repr()
@@ -297,38 +292,9 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _MANIFEST = TypeAdapter(CheckpointManifest)
 
 
-# --- names -----------------------------------------------------------------------------------------------
-
-# A folder that an interrupted save or deletion leaves, and that is never read.
-PARTIAL_SUFFIX = ".partial"
-# A complete checkpoint while the same step is saved again; it is read if the new one did not get its name.
-REPLACED_SUFFIX = ".old"
-_CHECKPOINT_NAME = re.compile(rf"step-([0-9]{{8}}|[1-9][0-9]{{8,}})({re.escape(REPLACED_SUFFIX)})?")
-
-
 def is_compression_state(name: str) -> bool:
     """Whether a tensor is state of compression, of the run or of one replica."""
     return re.match(rf"(replica-\d+/)?{COMPRESSION_STATE_PREFIX}", name) is not None
-
-
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of_name(name: str) -> int | None:
-    """The step of a complete checkpoint by the name of its folder; None for another name."""
-    match = _CHECKPOINT_NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all complete checkpoints, oldest first, one for each step."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    by_step: dict[int, Path] = {}
-    for path in paths:  # `.old` comes after the name without it
-        if (step := step_of_name(path.name)) is not None:
-            by_step.setdefault(step, path)
-    return sorted(by_step.items())
 
 
 def check_same_model(manifest: CheckpointManifest, shapes: Mapping[str, list[int]], folder: Path) -> None:
@@ -347,141 +313,3 @@ def check_same_model(manifest: CheckpointManifest, shapes: Mapping[str, list[int
             f"checkpoint {folder} belongs to another model or optimizer: {details[0]} ({len(details)} tensors differ); "
             "resume with the job that made it, or start in another run folder"
         )
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths in the whole tensor
-
-
-class StoredChunk(NamedTuple):
-    """A box of a tensor, and where its bytes are: its elements in row-major order."""
-
-    offsets: Annotated[tuple[Count, ...], Field(max_length=64)]
-    lengths: Annotated[tuple[Annotated[int, Field(ge=1, le=2**53)], ...], Field(max_length=64)]
-    file: FileName
-    start: Count
-    size_bytes: Annotated[int, Field(ge=1, le=2**53)]
-
-
-TensorIndex = dict[str, list[StoredChunk]]
-_INDEX = TypeAdapter(dict[TensorName, list[StoredChunk]], config=ConfigDict(strict=True))
-
-
-def index_to_text(index: Mapping[str, Sequence[StoredChunk]]) -> str:
-    """The content of `tensors.json`: a list for each chunk, in the order of the fields of `StoredChunk`."""
-    return json.dumps(index, separators=(",", ":"))
-
-
-def read_checkpoint(folder: Path) -> tuple[CheckpointManifest, TensorIndex]:
-    """The manifest and the index of a checkpoint, which agree with each other and with the files that are there."""
-    manifest = read_manifest(folder)
-    with refuse_damage(folder):
-        verify_listing(folder, manifest)
-        index = validate_json(_INDEX, TENSORS_FILE, read_listed(folder, manifest, TENSORS_FILE))
-        sizes = {name: (folder / name).stat().st_size for name in manifest.data_files}
-        for problem in index_problems(index, manifest, sizes):
-            raise ValueError(f"{TENSORS_FILE}: {problem}")
-    return manifest, index
-
-
-def verify_files(folder: Path, manifest: CheckpointManifest, *, share: int = 0, shares: int = 1) -> None:
-    """Refuse a checkpoint with a changed file; each of several ranks reads its share of the files."""
-    names = sorted(manifest.checksums, key=lambda name: (-manifest.sizes[name], name))
-    with refuse_damage(folder):
-        for name in names[share::shares]:
-            verify_file(folder, manifest, name)
-
-
-def index_problems(index: TensorIndex, manifest: CheckpointManifest, file_sizes: Mapping[str, int]) -> Iterator[str]:
-    """List what is wrong: chunks must hold each element of each tensor once, and fill the files without a gap."""
-    shapes, dtypes = manifest.all_shapes, manifest.all_dtypes
-    for name in sorted(index.keys() - shapes.keys()):
-        yield f"{name!r} is not in the manifest"
-    for name, shape in shapes.items():
-        yield from _tensor_problems(name, shape, index.get(name, []))
-        for chunk in index.get(name, []):
-            size_bytes = prod(chunk.lengths) * DTYPE_BYTES[dtypes[name]]
-            if chunk.size_bytes != size_bytes:
-                yield f"{name}: size_bytes = {chunk.size_bytes} must be {size_bytes} for {chunk.lengths}"
-    chunks = sorted((chunk for each in index.values() for chunk in each), key=attrgetter("file", "start"))
-    by_file = {file: list(each) for file, each in groupby(chunks, attrgetter("file"))}
-    for file in sorted(by_file.keys() ^ file_sizes.keys()):
-        yield f"{file} holds tensors and must be in both the manifest and the index"
-    for file in sorted(by_file.keys() & file_sizes.keys()):
-        ends = [0, *(chunk.start + chunk.size_bytes for chunk in by_file[file])]
-        if [*(chunk.start for chunk in by_file[file]), file_sizes[file]] != ends:
-            yield f"the chunks in {file} must fill its {file_sizes[file]} bytes one after the other"
-
-
-def _tensor_problems(name: str, shape: list[int], chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.lengths) == len(shape):
-            yield f"{name}: a chunk has {len(chunk.lengths)} dimensions, and the tensor {len(shape)}"
-        elif any(at + n > m for at, n, m in zip(chunk.offsets, chunk.lengths, shape, strict=True)):
-            yield f"{name}: the chunk of {chunk.lengths} at {chunk.offsets} is not inside {shape}"
-    elements = sum(prod(chunk.lengths) for chunk in chunks)
-    if elements != prod(shape):
-        yield f"{name}: {elements} elements of {shape} are there, and must be {prod(shape)}"
-    elif have_overlap([(chunk.offsets, chunk.lengths) for chunk in chunks]):
-        yield f"{name}: an element is there twice"
-
-
-def have_overlap(boxes: Sequence[Box], *, dim: int = 0, undivided: int = 0) -> bool:
-    """Whether two boxes share an element. Planes that cut no box divide them, first across `dim`."""
-    if len(boxes) < 2:
-        return False
-    dims = len(boxes[0][0])
-    if undivided == dims:  # no plane divides them
-        return any(_share_elements(a, b) for a, b in combinations(boxes, 2))
-    ordered, end, groups = sorted(boxes, key=lambda box: box[0][dim]), -1, list[list[Box]]()
-    for offsets, lengths in ordered:
-        if offsets[dim] >= end:
-            groups.append([])
-        groups[-1].append((offsets, lengths))
-        end = max(end, offsets[dim] + lengths[dim])
-    undivided = undivided + 1 if len(groups) == 1 else 0
-    return any(have_overlap(group, dim=(dim + 1) % dims, undivided=undivided) for group in groups)
-
-
-def _share_elements(a: Box, b: Box) -> bool:
-    return all(max(x, y) < min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
-
-
-@dataclass(frozen=True)
-class CheckpointVerdict:
-    """A checkpoint, which is complete unless it has a problem."""
-
-    path: str
-    step: int | None  # None if it is not a checkpoint, such as the rest of an interrupted save
-    files: int
-    size_bytes: int
-    problem: str | None = None
-
-
-def checkpoint_verdicts(run: Path) -> Iterator[CheckpointVerdict]:
-    """Read all files of each checkpoint of a run, of a folder of checkpoints, or of one checkpoint."""
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if (run / MANIFEST_FILE).is_file() or step_of_name(run.absolute().name) is not None:
-        yield _verdict_of(run)
-        return
-    checkpoints = {path for _, path in complete_checkpoints(folder)}
-    check_input(checkpoints, f"{run} holds no checkpoint; give a run, its folder of checkpoints or one checkpoint")
-    for path in sorted(folder.iterdir()):
-        verdict = _verdict_of(path) if path in checkpoints else CheckpointVerdict(str(path), None, *_size_of(path))
-        if path.exists():  # a run that goes on may have deleted it
-            yield verdict
-
-
-def _verdict_of(checkpoint: Path) -> CheckpointVerdict:
-    step, problem = step_of_name(checkpoint.absolute().name), None
-    try:
-        manifest, _ = read_checkpoint(checkpoint)
-        verify_files(checkpoint, manifest)
-        step = manifest.step
-    except InputError as error:
-        problem = str(error)
-    return CheckpointVerdict(str(checkpoint), step, *_size_of(checkpoint), problem)
-
-
-def _size_of(path: Path) -> tuple[int, int]:
-    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-    return len(files), sum(each.lstat().st_size for each in files if each.is_symlink() or each.exists())

@@ -1,153 +1,42 @@
 """Saving a checkpoint so that an interruption at any moment leaves a complete one, and loading one in place.
 Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`. No rank reads a tensor
 before all ranks know that every file is unchanged.
-
-The files of a checkpoint that hold tensors: the bytes of one chunk after another, and nothing else.
-A rank writes one file, and holds one chunk at a time besides the tensors themselves.
-
-A shard of a tensor as a checkpoint stores it: a run of its elements, as boxes of the whole tensor.
-Checkpoints hold whole shapes and nothing about the layout that wrote them, so any other layout can read them.
 """
 
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby
-from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from motet.checkpoint.manifest import (
-    MANIFEST_FILE,
+from motet.checkpoint.checkpoint_folders import (
     PARTIAL_SUFFIX,
     REPLACED_SUFFIX,
+    checkpoint_name,
+    complete_checkpoints,
+)
+from motet.checkpoint.data_files import CheckpointShard, read_data_files, write_data_file
+from motet.checkpoint.manifest import (
+    MANIFEST_FILE,
     SAVED_BY_FILE,
     TENSORS_FILE,
     CheckpointManifest,
-    StoredChunk,
-    StoredFile,
-    TensorIndex,
     check_same_model,
-    checkpoint_name,
-    complete_checkpoints,
-    index_problems,
-    index_to_text,
     is_compression_state,
-    open_regular,
-    read_checkpoint,
     read_manifest,
-    refuse_damage,
-    verify_files,
     write_durably,
 )
+from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES
+from motet.checkpoint.tensor_index import TensorIndex, index_problems, index_to_text, read_checkpoint
+from motet.checkpoint.verification import verify_files
 from motet.checkpoint.writers import convert_save_errors
 from motet.core.errors import CheckpointSaveError, MotetError, convert_os_errors
-from motet.core.units import DTYPE_BYTES, dtype_name
-from motet.parallel.shard_spec import ShardSpec
-
-
-@dataclass(frozen=True, eq=False)
-class CheckpointShard:
-    """Consecutive elements of a shard, in local order, saved from and loaded into the memory of `values`."""
-
-    values: Tensor
-    spec: ShardSpec
-    start: int
-    boxes: dict[tuple[int, ...], tuple[tuple[int, ...], slice]]  # Offset in the tensor -> lengths, elements of shard
-
-    @staticmethod
-    def from_values(
-        values: Tensor, spec: ShardSpec, start: int = 0, *, parts: Iterable[tuple[int, int]] | None = None
-    ) -> "CheckpointShard":
-        """The elements of a shard from `start` on; only these `parts`, (first, stop), are saved or loaded."""
-        ranges = [(start, start + values.numel())] if parts is None else parts
-        boxes = (each for first, stop in ranges for each in spec.boxes(first, stop))
-        by_offset = {offsets: (lengths, elements) for (offsets, lengths), elements in boxes}
-        return CheckpointShard(values.detach(), spec, start, by_offset)
-
-    @staticmethod
-    def from_tensor(tensor: Tensor) -> "CheckpointShard":
-        """A tensor that one rank holds and writes completely."""
-        return CheckpointShard.from_values(tensor, ShardSpec.full(tuple(tensor.shape)))
-
-    def zero_padding(self) -> None:
-        """Set the elements that no checkpoint holds to zero: those of the run that are in no box."""
-        inside = (edge for _, elements in self.boxes.values() for edge in (elements.start, elements.stop))
-        edges = [self.start, *inside, self.start + self.values.numel()]
-        for first, stop in zip(edges[::2], edges[1::2], strict=True) if self.spec.padding else ():
-            self.values.view(-1)[first - self.start : stop - self.start].zero_()
-
-    def box_values(self, offsets: tuple[int, ...]) -> Tensor:
-        """The elements of a box, as a view."""
-        lengths, elements = self.boxes[offsets]
-        first, stop = elements.start - self.start, elements.stop - self.start
-        if self.values.is_contiguous():
-            return self.values.view(-1)[first:stop].view(lengths)
-        row = prod(self.spec.local_shape[1:])  # only complete tensors have other strides, and are cut between rows
-        return self.values[first // row : stop // row]
-
-
-def write_data_file(path: Path, shards: Mapping[str, CheckpointShard]) -> tuple[TensorIndex, StoredFile]:
-    """Write the boxes of shards to a new file, which is on disk when this returns."""
-    index: TensorIndex = {}
-    size_bytes = checksum = 0
-    with path.open("xb") as file:
-        for name, shard in shards.items():
-            for offsets, (lengths, _) in shard.boxes.items():
-                content = shard.box_values(offsets).cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                index.setdefault(name, []).append(StoredChunk(offsets, lengths, path.name, size_bytes, len(content)))
-                file.write(content)
-                size_bytes, checksum = size_bytes + len(content), zlib.crc32(content, checksum)
-        file.flush()
-        os.fsync(file.fileno())
-    return index, StoredFile(size_bytes, checksum)
-
-
-def read_data_files(
-    folder: Path, manifest: CheckpointManifest, index: TensorIndex, *, shards: Mapping[str, CheckpointShard]
-) -> None:
-    """Fill shards from the chunks of their tensors, in the order of the files. The files were verified before."""
-    reads = [(chunk, name) for name in shards for chunk in index.get(name, ()) if any(_overlaps(chunk, shards[name]))]
-    reads.sort(key=lambda read: (read[0].file, read[0].start))
-    dtypes = manifest.all_dtypes
-    buffer = torch.empty(max((chunk.size_bytes for chunk, _ in reads), default=0), dtype=torch.uint8)
-    with refuse_damage(folder):
-        for name_of_file, in_file in groupby(reads, lambda read: read[0].file):
-            with open_regular(folder / name_of_file) as file:
-                for chunk, name in in_file:
-                    values = _read_bytes(file, chunk, getattr(torch, dtypes[name]), buffer=buffer)
-                    for target, inside in _overlaps(chunk, shards[name]):
-                        target.copy_(values[inside])
-
-
-def _overlaps(chunk: StoredChunk, shard: CheckpointShard) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """The elements of a shard that a chunk holds, as views, and where in the chunk they are."""
-    for offsets, (lengths, _) in shard.boxes.items():
-        spans = [
-            (max(at, other), min(at + length, other + stored), at, other)
-            for at, length, other, stored in zip(offsets, lengths, chunk.offsets, chunk.lengths, strict=True)
-        ]
-        if all(first < stop for first, stop, _, _ in spans):
-            inside = tuple(slice(first - other, stop - other) for first, stop, _, other in spans)
-            yield shard.box_values(offsets)[tuple(slice(first - at, stop - at) for first, stop, at, _ in spans)], inside
-
-
-def _read_bytes(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, buffer: Tensor) -> Tensor:
-    """The elements of a chunk, in the memory of the buffer."""
-    content = buffer[: chunk.size_bytes]
-    file.seek(chunk.start)
-    if file.readinto(content.numpy()) != chunk.size_bytes:  # type: ignore[attr-defined]  # a file has this method
-        raise ValueError(f"{chunk.file} has changed")
-    return content.view(dtype).view(chunk.lengths)
-
+from motet.core.units import dtype_name
 
 ResultT = TypeVar("ResultT")
 
@@ -155,7 +44,7 @@ ResultT = TypeVar("ResultT")
 class _WrittenByRank(NamedTuple):
     """The files and tensors of one rank, for the manifest and the index."""
 
-    files: dict[str, StoredFile]
+    files: dict[str, int]  # Bytes of each
     chunks: TensorIndex
     tensors: dict[str, tuple[list[int], str]]  # Whole shapes and dtypes
 
@@ -182,7 +71,7 @@ def save_checkpoint(
 
     @errors()
     def write() -> _WrittenByRank:
-        return _write(unfinished / f"rank-{rank:05d}.bin", shards)
+        return _write(unfinished / f"rank-{rank:05d}.safetensors", shards)
 
     @errors()
     def finish() -> None:
@@ -225,7 +114,7 @@ def _on_all_ranks(group: dist.ProcessGroup | None, action: Callable[[], ResultT]
     if group is not None:
         failures = [None] * dist.get_world_size(group)
         dist.all_gather_object(failures, failure, group=group)
-    if first := next(filter(None, [failure, *failures]), None):
+    if first := next(filter(None, failures), None):
         raise first
     return result  # type: ignore[return-value]  # without an error it is the action's result
 
@@ -242,7 +131,7 @@ def _gather(written: _WrittenByRank, group: dist.ProcessGroup | None) -> list[_W
 def _prepare(unfinished: Path, manifest: CheckpointManifest) -> None:
     """Clear the rests of interrupted saves. A replaced checkpoint whose successor is missing gets its name back."""
     for name, dtype in manifest.dtypes.items():
-        if dtype not in DTYPE_BYTES:
+        if dtype not in SAFETENSORS_DTYPES:
             raise CheckpointSaveError(
                 f"could not save {name}: a checkpoint cannot hold {dtype}; give it another dtype, or register a buffer "
                 "with persistent=False"
@@ -267,8 +156,8 @@ def _write(path: Path, shards: Mapping[str, CheckpointShard]) -> _WrittenByRank:
     tensors = {name: (list(shard.spec.shape), dtype_name(shard.values.dtype)) for name, shard in shards.items()}
     if not any(shard.boxes for shard in shards.values()):
         return _WrittenByRank({}, {}, tensors)
-    index, file = write_data_file(path, shards)
-    return _WrittenByRank({path.name: file}, index, tensors)
+    file = write_data_file(path, shards)
+    return _WrittenByRank({path.name: file.size_bytes}, file.chunks, tensors)
 
 
 def _describe(unfinished: Path, manifest: CheckpointManifest, by_rank: Sequence[_WrittenByRank]) -> None:
@@ -283,17 +172,14 @@ def _describe(unfinished: Path, manifest: CheckpointManifest, by_rank: Sequence[
         shapes={name: shape for name, (shape, _) in others.items()},
         dtypes={name: dtype for name, (_, dtype) in others.items()},
     )
-    files = {name: file for written in by_rank for name, file in written.files.items()}
-    for problem in index_problems(
-        index, replace(manifest, saved_by=saved_by), {n: f.size_bytes for n, f in files.items()}
-    ):
+    sizes = {name: size_bytes for written in by_rank for name, size_bytes in written.files.items()}
+    for problem in index_problems(index, replace(manifest, saved_by=saved_by, sizes=sizes)):
         raise AssertionError(problem)
-    files[SAVED_BY_FILE] = write_durably(unfinished / SAVED_BY_FILE, json.dumps(asdict(saved_by), indent=1))
-    files[TENSORS_FILE] = write_durably(unfinished / TENSORS_FILE, index_to_text(index))
-    checksums, sizes = (
-        {name: getattr(files[name], key) for name in sorted(files)} for key in ("checksum", "size_bytes")
-    )
-    complete = replace(manifest, saved_by=saved_by, checksums=checksums, sizes=sizes)
+    texts = {SAVED_BY_FILE: json.dumps(asdict(saved_by), indent=1), TENSORS_FILE: index_to_text(index)}
+    written_json = {name: write_durably(unfinished / name, text) for name, text in texts.items()}
+    sizes |= {name: file.size_bytes for name, file in written_json.items()}
+    checksums = {name: file.checksum for name, file in written_json.items()}
+    complete = replace(manifest, saved_by=saved_by, checksums=checksums, sizes=dict(sorted(sizes.items())))
     write_durably(unfinished / MANIFEST_FILE, complete.to_text())
     _flush(unfinished)
 
@@ -358,7 +244,7 @@ def load_checkpoint(
         own_shapes = {name: list(shard.spec.shape) for name, shard in loaded.items()}
         check_same_model(manifest, own_shapes | dict(shapes or {}), folder)
         rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-        verify_files(folder, manifest, share=rank, shares=world)
+        verify_files(folder, manifest, index, share=rank, shares=world)
         return manifest, index, loaded
 
     manifest, index, loaded = _on_all_ranks(group, verify)

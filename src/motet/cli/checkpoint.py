@@ -16,7 +16,7 @@ from motet.core.units import format_bytes
 from motet.monitor.stdout_stderr import print_json
 
 if TYPE_CHECKING:
-    from motet.checkpoint.manifest import CheckpointVerdict
+    from motet.checkpoint.verification import CheckpointVerdict
 
 checkpoint_app = Typer(cls=CommandGroup, help="Look into the checkpoints of a run.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ def verify_checkpoints_command(
     json: Annotated[bool, Option("--json", help="Print the checkpoints as JSON.")] = False,
 ) -> None:
     """Read every file of each checkpoint, and print which are complete. Ends with 0 only if all are."""
-    from motet.checkpoint.manifest import checkpoint_verdicts
+    from motet.checkpoint.verification import checkpoint_verdicts
 
     verdicts = []
     with (

@@ -79,26 +79,31 @@ class DirectFile:
     """An open file that is read and written in aligned pieces, by several threads if they like.
 
     It is opened with O_DIRECT where the filesystem supports that; otherwise its IO is buffered, and a warning names
-    the folder. An `OSError` of a transfer names the file.
+    the folder unless the caller wants none. An `OSError` of a transfer names the file.
     """
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, create: bool = False, mode: int = 0o600, warn_of_buffered_io: bool = True
+    ) -> None:
         """Open a file for reading and writing; `create` makes it and refuses one that exists."""
-        self.path = path
+        self.path, self._warn_of_buffered_io = path, warn_of_buffered_io
         self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         direct = getattr(os, "O_DIRECT", 0)  # Linux has it
         make = os.O_CREAT | os.O_EXCL if create else 0
         try:
-            self._descriptor = os.open(path, self._flags | make | direct, 0o600)
+            self._descriptor = os.open(path, self._flags | make | direct, mode)
         except OSError as error:
             if not direct or error.errno not in _NO_DIRECT_IO:
                 raise
             direct = 0
             # Linux makes the file before it finds out that the filesystem has no direct IO.
-            self._descriptor = os.open(path, self._flags | (os.O_CREAT if create else 0), 0o600)
+            self._descriptor = os.open(path, self._flags | (os.O_CREAT if create else 0), mode)
         self.is_direct = bool(direct)
-        if not self.is_direct:
-            _warn_of_buffered_io(path.parent)
+        self._warn_if_buffered()
+
+    def _warn_if_buffered(self) -> None:
+        if self._warn_of_buffered_io and not self.is_direct:
+            _warn_of_buffered_io(self.path.parent)
 
     def allocate(self, byte_count: int, remedy: str) -> None:
         """Reserve the padded bytes, so that a write does not find the disk full; refuse if they are not free."""
@@ -112,11 +117,22 @@ class DirectFile:
             if error.errno not in _NO_SPACE:
                 raise
             raise _no_space(self.path.parent, byte_count, remedy, reason=f" ({error.strerror})") from error
-        self._probe_direct_io(byte_count)
+        if byte_count:
+            self.probe_direct_io()
 
-    def _probe_direct_io(self, byte_count: int) -> None:
-        """Fall back to buffered IO if the filesystem opens a file for direct IO and then refuses to read it so."""
-        if not self.is_direct or byte_count < ALIGNMENT:
+    def set_length(self, byte_count: int) -> None:
+        """Cut the file, or let it end in zeros that take no space on disk before they are written."""
+        try:
+            os.ftruncate(self._descriptor, byte_count)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def probe_direct_io(self) -> None:
+        """Fall back to buffered IO if the filesystem opens a file for direct IO and then refuses to read it so.
+
+        The file has a page or more.
+        """
+        if not self.is_direct:
             return
         try:
             os.preadv(self._descriptor, [aligned_buffer(ALIGNMENT)], 0)
@@ -126,7 +142,7 @@ class DirectFile:
             os.close(self._descriptor)
             self._descriptor = os.open(self.path, self._flags)
             self.is_direct = False
-            _warn_of_buffered_io(self.path.parent)
+            self._warn_if_buffered()
 
     def read(self, buffer: memoryview, offset: int) -> int:
         """Fill the buffer; the bytes that travelled."""

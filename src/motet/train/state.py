@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from motet.checkpoint.checkpoint_folders import complete_checkpoints
+from motet.checkpoint.data_files import CheckpointShard
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
     CheckpointManifest,
     LossScaling,
     SavedBy,
-    complete_checkpoints,
     is_compression_state,
 )
 from motet.checkpoint.save_and_load import (
-    CheckpointShard,
     clear_interrupted_saves,
     load_checkpoint,
     read_shared_manifest,

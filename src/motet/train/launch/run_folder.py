@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import motet
-from motet.checkpoint.manifest import complete_checkpoints, read_manifest
+from motet.checkpoint.checkpoint_folders import complete_checkpoints
+from motet.checkpoint.manifest import read_manifest
 from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
 from motet.core.text_files import parse_json, parse_toml, to_toml, write_file_atomically
 from motet.models.settings import UserModuleSettings
