@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
+from motet.cli.checkpoint_export import export_checkpoint_command
 from motet.cli.job_arguments import CommandGroup
 from motet.cli.output import log, print_lines
 from motet.core.errors import check_input, convert_os_errors
@@ -24,6 +25,9 @@ checkpoint_app = Typer(cls=CommandGroup, help="Look into the checkpoints of a ru
 @checkpoint_app.callback()
 def checkpoint_root() -> None:
     """Look into the checkpoints of a run."""
+
+
+checkpoint_app.command("export")(export_checkpoint_command)
 
 
 @checkpoint_app.command("verify")

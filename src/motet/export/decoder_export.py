@@ -31,7 +31,7 @@ def exported_part(name: str, part: FolderPart, parameters: StoredParameters, *, 
         for rows in parameters.pieces(name, first, stop, unit=unit):
             yield to_folder(part, parameters.cast(name, rows))
 
-    return ExportedTensor(prefix + part.name, parameters.exported_dtype(name), part.shape, pieces)
+    return ExportedTensor(prefix + part.name, parameters.exported_dtype(name), part.shape, pieces, (name,))
 
 
 def config_and_tensors(settings: DecoderSettings) -> tuple[dict[str, Any], DecoderTensors]:

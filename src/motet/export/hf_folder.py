@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from motet.checkpoint.reader import CheckpointReader
 from motet.core.direct_io import check_free_space
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.locked_folders import locked_folder
@@ -21,7 +22,7 @@ from motet.export.decoder_export import exported_decoder
 from motet.export.hf_module_export import exported_module, module_without_memory
 from motet.export.peft_export import ExportedAdapters, decoder_adapters, module_adapters, write_adapters
 from motet.export.safetensors_shards import ExportedTensor, write_shards
-from motet.export.stored_parameters import CheckpointTensors, StoredParameters
+from motet.export.stored_parameters import StoredParameters
 from motet.models.hf.hf_model import open_hf_checkpoint, silence_transformers
 from motet.models.settings import DecoderSettings, ModelSettings, UserModuleSettings
 from motet.train.job import Job
@@ -58,6 +59,7 @@ class _ExportedModel:
     """The tensors of a model of transformers, or those of its adapters, and its config."""
 
     tensors: Sequence[ExportedTensor]
+    parameters: StoredParameters
     write_config: Callable[[Path, Tokenizer | None], None]
     adapters: ExportedAdapters | None = None  # Set if these are exported alone
 
@@ -66,20 +68,20 @@ class _ExportedModel:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
-def export_to_hf(
-    job: Job, tensors: CheckpointTensors, source: Path, folder: Path, *, settings: ExportSettings, log: Log
-) -> int:
-    """Write the model of the checkpoint `source` to a new folder. Returns the bytes of its tensors."""
+def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settings: ExportSettings, log: Log) -> int:
+    """Write the model of a checkpoint to a new folder. Returns the bytes of its tensors."""
     model, adapters = job.model, job.model.adapters
     scale = adapters.alpha / adapters.rank if adapters and settings.adapters == "merge" else None
-    parameters = StoredParameters(tensors, str(source), settings.dtype, scale)
+    parameters = StoredParameters(checkpoint, settings.dtype, scale)
     if isinstance(model, UserModuleSettings):
         exported = _module(model, parameters, settings)
     else:
         exported = _decoder(model, parameters, settings)
     with new_folder(folder) as unfinished:
+        progress = progress_if_slow(log)
+        exported.parameters.verify((name for tensor in exported.tensors for name in tensor.sources), progress)
         check_free_space(unfinished, exported.size_bytes, "make room, or export to another disk")
-        tokenizer, progress = _write_tokenizer(job, unfinished, log), progress_if_slow(log)
+        tokenizer = _write_tokenizer(job, unfinished, log)
         if exported.adapters is not None:
             write_adapters(unfinished, adapters, exported.adapters, progress=progress)
         else:
@@ -118,11 +120,11 @@ def _module(model: UserModuleSettings, parameters: StoredParameters, settings: E
     write_config = partial(_write_module_config, stored.module, Path(place).expanduser())
     if settings.adapters == "peft":
         adapters = module_adapters(stored, checkpoint, place)
-        return _ExportedModel(adapters.tensors, write_config, adapters)
+        return _ExportedModel(adapters.tensors, stored.parameters, write_config, adapters)
     tensors = exported_module(stored)
     dtype = next(tensor.dtype for tensor in tensors if "float" in tensor.dtype)
     stored.module.config.dtype = dtype
-    return _ExportedModel(tensors, write_config)
+    return _ExportedModel(tensors, stored.parameters, write_config)
 
 
 def _write_module_config(module: Any, place: Path, folder: Path, tokenizer: Tokenizer | None) -> None:
@@ -145,8 +147,8 @@ def _decoder(model: ModelSettings, parameters: StoredParameters, settings: Expor
     write_config = partial(_write_decoder_config, config)
     if settings.adapters == "peft":
         adapters = decoder_adapters(model, parameters)
-        return _ExportedModel(adapters.tensors, write_config, adapters)
-    return _ExportedModel(tensors, write_config)
+        return _ExportedModel(adapters.tensors, parameters, write_config, adapters)
+    return _ExportedModel(tensors, parameters, write_config)
 
 
 def _write_decoder_config(config: dict[str, Any], folder: Path, tokenizer: Tokenizer | None) -> None:

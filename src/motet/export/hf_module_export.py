@@ -44,7 +44,7 @@ def module_without_memory(checkpoint: HuggingFaceCheckpoint, parameters: StoredP
         module = _build_on_meta(checkpoint)
     for names in _differing_ties(module, parameters):
         raise InputError(
-            f"{' and '.join(names)} are one tensor in a {type(module).__name__}, and differ in {parameters.folder} "
+            f"{' and '.join(names)} are one tensor in a {type(module).__name__}, and differ in {parameters.tensors.path} "
             "with merged adapters; export the adapters alone with --adapters peft"
         )
     return StoredModule(module, parameters)
@@ -135,8 +135,9 @@ def _exported_view(name: str, target: Tensor, source: str | None, *, conversion:
     if source is None or box is None:
         sources = conversion.sources_of(name)
         pieces = partial(conversion.pieces, name)
-        return ExportedTensor(name, parameters.exported_dtype(sources[0]), shape, pieces)
-    return ExportedTensor(name, parameters.exported_dtype(source), shape, partial(_pieces, source, box, parameters))
+        return ExportedTensor(name, parameters.exported_dtype(sources[0]), shape, pieces, tuple(sources))
+    pieces = partial(_pieces, source, box, parameters)
+    return ExportedTensor(name, parameters.exported_dtype(source), shape, pieces, (source,))
 
 
 def _pieces(source: str, box: _Box, parameters: StoredParameters) -> Iterator[Tensor]:
@@ -149,8 +150,8 @@ def _pieces(source: str, box: _Box, parameters: StoredParameters) -> Iterator[Te
     inner = tuple(slice(at, at + n) for at, n in zip(box.offsets[1:], box.lengths[1:], strict=True))
     unit = 1 if has_same_rows else stop - first
     others = [dim for dim in range(len(box.offsets)) if dim not in box.order]
-    for rows in parameters.pieces(source, first, stop, unit=unit):
-        yield parameters.cast(source, rows[:, *inner].permute(*others, *box.order))
+    for rows in parameters.pieces(source, first, stop, unit=unit, inner=inner):
+        yield parameters.cast(source, rows.permute(*others, *box.order))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def module_adapters(stored: StoredModule, checkpoint: HuggingFaceCheckpoint, bas
 
 def _exported(name: str, folder_name: str, parameters: StoredParameters) -> ExportedTensor:
     shape = parameters.shape(name)
-    return ExportedTensor(folder_name, parameters.exported_dtype(name), shape, partial(_pieces, name, parameters))
+    pieces = partial(_pieces, name, parameters)
+    return ExportedTensor(folder_name, parameters.exported_dtype(name), shape, pieces, (name,))
 
 
 def _pieces(name: str, parameters: StoredParameters) -> Iterator[Tensor]:

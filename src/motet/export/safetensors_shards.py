@@ -42,6 +42,7 @@ class ExportedTensor:
     dtype: str
     shape: tuple[int, ...]
     pieces: Callable[[], Iterator[Tensor]]  # Its elements in row-major order
+    sources: tuple[str, ...]  # The tensors of the checkpoint that it is made of
 
     @property
     def size_bytes(self) -> int:

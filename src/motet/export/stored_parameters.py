@@ -1,39 +1,25 @@
 """The parameters of a model in a checkpoint, read by rows, with adapters merged into the weights."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from motet.checkpoint.reader import CheckpointReader
 from motet.core.errors import check_input
 from motet.core.units import dtype_name
-from motet.export.safetensors_shards import PIECE_BYTES
+from motet.export.safetensors_shards import PIECE_BYTES, Progress
 
 _KINDS = ("master", "frozen", "buffer")
-
-
-class CheckpointTensors(Protocol):
-    """The tensors of a checkpoint by name, of which rows can be read."""
-
-    @property
-    def names(self) -> Collection[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def __getitem__(self, key: str | tuple[str | slice, ...]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class StoredParameters:
     """Parameters and buffers by their names in the module."""
 
-    tensors: CheckpointTensors
-    folder: str  # The checkpoint, for messages
+    tensors: CheckpointReader
     dtype: str | None = None  # The dtype of the exported parameters; as they are stored if None
     # alpha / rank of the adapters that are merged, and the layers whose weight is [in, out]
     merged_scale: float | None = None
@@ -42,13 +28,15 @@ class StoredParameters:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor under this name."""
-        return any(f"{kind}/{name}" in self.tensors.names for kind in _KINDS)
+        return any(f"{kind}/{name}" in self.tensors for kind in _KINDS)
 
     def key(self, name: str) -> str:
         """The name in the checkpoint."""
         stored = self.aliases.get(name, name)
-        keys = [key for kind in _KINDS if (key := f"{kind}/{stored}") in self.tensors.names]
-        check_input(keys, f"{self.folder} has no {name}, which the model of its job has; give the checkpoint of the job")
+        keys = [key for kind in _KINDS if (key := f"{kind}/{stored}") in self.tensors]
+        check_input(
+            keys, f"{self.tensors.path} has no {name}, which the model of its job has; give the checkpoint of the job"
+        )
         return keys[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -65,30 +53,47 @@ class StoredParameters:
         layer, _, kind = name.rpartition(".")
         return self.merged_scale is not None and kind == "weight" and self.has(f"{layer}.adapter_a")
 
-    def rows(self, name: str, first: int, stop: int) -> Tensor:
-        """Rows of a tensor; merged ones in float64."""
-        rows = self.tensors[self.key(name), first:stop]
+    def rows(self, name: str, first: int, stop: int, inner: tuple[slice, ...] = ()) -> Tensor:
+        """Rows of a tensor, and of these the elements in `inner`; merged ones in float64."""
         if not self.has_merged_adapter(name):
-            return rows
+            return self.tensors[self.key(name), first:stop, *inner]
         layer = name.rpartition(".")[0]
-        a, b = f"{layer}.adapter_a", f"{layer}.adapter_b"
+        a, b = map(self.key, self._adapter_of(name))
         if layer in self.transposed_layers:
-            product = (self.complete(b).double() @ self.complete(a)[:, first:stop].double()).T
+            product = (self.tensors[b].double() @ self.tensors[a, :, first:stop].double()).T
         else:
-            product = self.tensors[self.key(b), first:stop].double() @ self.complete(a).double()
-        return rows.double() + (self.merged_scale or 0.0) * product
+            product = self.tensors[b, first:stop].double() @ self.tensors[a].double()
+        rows = self.tensors[self.key(name), first:stop].double() + (self.merged_scale or 0.0) * product
+        return rows[:, *inner]
 
     def complete(self, name: str) -> Tensor:
         """A complete tensor; a merged one in float64."""
         shape = self.shape(name)
         return self.rows(name, 0, shape[0]) if shape else self.tensors[self.key(name)]
 
-    def pieces(self, name: str, first: int, stop: int, *, unit: int = 1) -> Iterator[Tensor]:
+    def verify(self, names: Iterable[str], progress: Progress) -> None:
+        """Read these tensors box by box, so that a changed one is found before anything is written."""
+        read = {name for each in names for name in (each, *self._adapter_of(each))}
+        keys = sorted({self.key(name) for name in read})
+        for count, key in enumerate(keys):
+            progress("checking the checkpoint (tensors)", count, len(keys))
+            for box in self.tensors.boxes(key):
+                self.tensors.read_box(key, box)
+
+    def _adapter_of(self, name: str) -> list[str]:
+        """The matrices that are merged into a weight."""
+        layer = name.rpartition(".")[0]
+        return [f"{layer}.adapter_a", f"{layer}.adapter_b"] if self.has_merged_adapter(name) else []
+
+    def pieces(
+        self, name: str, first: int, stop: int, *, unit: int = 1, inner: tuple[slice, ...] = ()
+    ) -> Iterator[Tensor]:
         """Rows in pieces of whole units, in float64 where adapters are merged."""
-        row_bytes = max(1, prod(self.shape(name)[1:])) * 8
+        columns = prod(part.stop - part.start for part in inner) if inner else prod(self.shape(name)[1:])
+        row_bytes = max(1, columns) * 8
         step = max(1, PIECE_BYTES // (row_bytes * unit)) * unit
         for start in range(first, stop, step):
-            yield self.rows(name, start, min(start + step, stop))
+            yield self.rows(name, start, min(start + step, stop), inner)
 
     def cast(self, name: str, values: Tensor) -> Tensor:
         """Values in the exported dtype, which must hold them."""

@@ -17,9 +17,7 @@ from motet.models.torch_private import own_parameters
 _PROJECTION = "project_input"  # Attribute of a layer with an adapter
 
 
-def apply_adapters_and_freezing(
-    module: nn.Module, settings: TrainableParameterSettings, source: AdapterSource
-) -> None:
+def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, source: AdapterSource) -> None:
     """Add adapters with values from `source`, and mark the parameters that are not trained."""
     if settings.adapters is not None:
         add_adapters(module, settings.adapters, source)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def check_peft_folder(model: TrainableParameterSettings) -> None:
     _check_sizes(folder, settings, folder.rank)
     for layer in folder.layers:
         is_named = any(fnmatchcase(layer, pattern) for pattern in settings.targets)
-        check_input(is_named, f"{folder.place}: no pattern in model.adapters.targets matches its layer {layer}; add one")
+        check_input(
+            is_named, f"{folder.place}: no pattern in model.adapters.targets matches its layer {layer}; add one"
+        )
 
 
 def _check_sizes(folder: PeftFolder, settings: AdapterSettings, rank: int) -> None:
@@ -126,7 +129,10 @@ def _check_sizes(folder: PeftFolder, settings: AdapterSettings, rank: int) -> No
     remedy = f"set model.adapters.rank={rank} model.adapters.alpha={alpha:g}"
     told = f"the adapters in {settings.weights} have r = {folder.rank} and lora_alpha = {folder.alpha:g}"
     check_input(settings.rank == rank, f"model.adapters.rank = {settings.rank}, but {told}; {remedy}")
-    check_input(settings.alpha == alpha, f"model.adapters.alpha = {settings.alpha:g}, but {told}; {remedy}")
+    check_input(
+        isclose(settings.alpha, alpha, rel_tol=1e-12),
+        f"model.adapters.alpha = {settings.alpha:g}, but {told}; {remedy}",
+    )
 
 
 # --- adapters of motet's decoder ---------------------------------------------------------------------------
@@ -162,7 +168,10 @@ def find_decoder_adapters(model: DecoderSettings) -> DecoderAdapters:
     modules = {layer: [_module(part.name) for part in parts] for layer, parts in by_layer.items()}
     known = {module for layer in modules.values() for module in layer}
     for module in folder.layers:
-        check_input(module in known, f"{folder.place}: no layer with an adapter is its {module}; add it to model.adapters.targets")
+        check_input(
+            module in known,
+            f"{folder.place}: no layer with an adapter is its {module}; add it to model.adapters.targets",
+        )
     slots = {layer: _slots(folder, names) for layer, names in modules.items()}
     for layer, of_layer in slots.items():
         check_input(of_layer, f"{folder.place}: it has no adapter for {layer}; leave it out of model.adapters.targets")

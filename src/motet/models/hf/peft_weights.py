@@ -32,13 +32,13 @@ class AdapterSource(Protocol):
 def adapter_source(model: TrainableParameterSettings, seed: int) -> AdapterSource:
     """The values of the adapters of a model."""
     if model.adapters is None or model.adapters.weights is None:
-        return _DrawnAdapters(seed)
+        return DrawnAdapters(seed)
     if isinstance(model, DecoderSettings):
         return _DecoderAdapters(find_decoder_adapters(model), seed)
     return _ModuleAdapters(read_peft_folder(model.adapters))
 
 
-class _DrawnAdapters:
+class DrawnAdapters:
     """A is drawn, and B is zero."""
 
     fingerprint = ""
@@ -78,7 +78,7 @@ class _DecoderAdapters:
     """Matrices of motet's joined layers. Ranks that no layer of the folder needs are drawn in A, and zero in B."""
 
     def __init__(self, adapters: DecoderAdapters, seed: int) -> None:
-        self._adapters, self._drawn = adapters, _DrawnAdapters(seed)
+        self._adapters, self._drawn = adapters, DrawnAdapters(seed)
         self.fingerprint = fingerprint_of(each.weight for parts in adapters.parts.values() for each in parts)
 
     def open(self, name: str, shape: Shape) -> BoxReader:

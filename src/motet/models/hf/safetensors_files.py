@@ -35,7 +35,9 @@ class WeightOnDisk:
         """A box of the tensor, in its dtype on disk; bfloat16 as uint16."""
         import numpy as np
 
-        mapped: Any = np.memmap(self.file, mode="r")[self.start : self.stop].view(_DTYPES[self.dtype]).reshape(self.shape)
+        mapped: Any = (
+            np.memmap(self.file, mode="r")[self.start : self.stop].view(_DTYPES[self.dtype]).reshape(self.shape)
+        )
         return np.array(mapped[tuple(slice(first, first + n) for first, n in zip(*box, strict=True))])
 
 
