@@ -17,6 +17,7 @@ _EXPORTS = {
     "read_steps": "motet.monitor.events",
     "MotetError": "motet.core.errors",
     "verify": "motet.parity.api",
+    "open_checkpoint": "motet.checkpoint.reader",
 }
 
 # Packages whose names are public, too.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from motet.checkpoint.manifest import CheckpointManifest, open_regular, refuse_damage
 from motet.checkpoint.safetensors_header import MAX_HEADER_BYTES, DataBox, encode_header
-from motet.checkpoint.tensor_index import StoredChunk, TensorIndex
+from motet.checkpoint.tensor_index import StoredChunk, TensorIndex, box_slices, intersection
 from motet.core.direct_io import PIECE_BYTES, DirectFile, IoThreads, aligned_buffer, padded_bytes
 from motet.core.units import DTYPE_BYTES, dtype_name
 from motet.parallel.shard_spec import ShardSpec
@@ -219,13 +219,8 @@ def read_data_files(
 def _overlaps(chunk: StoredChunk, shard: CheckpointShard) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
     """The elements of a shard that a chunk holds, as views, and where in the chunk they are."""
     for offsets, (lengths, _) in shard.boxes.items():
-        spans = [
-            (max(at, other), min(at + length, other + stored), at, other)
-            for at, length, other, stored in zip(offsets, lengths, chunk.offsets, chunk.lengths, strict=True)
-        ]
-        if all(first < stop for first, stop, _, _ in spans):
-            inside = tuple(slice(first - other, stop - other) for first, stop, _, other in spans)
-            yield shard.box_values(offsets)[tuple(slice(first - at, stop - at) for first, stop, at, _ in spans)], inside
+        if box := intersection((offsets, lengths), chunk.box):
+            yield shard.box_values(offsets)[box_slices(box, offsets)], box_slices(box, chunk.offsets)
 
 
 def _read_bytes(file: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, buffer: Tensor) -> Tensor:

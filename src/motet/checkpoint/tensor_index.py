@@ -42,6 +42,10 @@ class StoredChunk(NamedTuple):
     size_bytes: Annotated[int, Field(ge=1, le=2**53)]
     checksum: Checksum  # CRC-32 of these bytes
 
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.lengths
+
 
 TensorIndex = dict[str, list[StoredChunk]]
 _INDEX = TypeAdapter(dict[TensorName, list[StoredChunk]], config=ConfigDict(strict=True))
@@ -123,7 +127,7 @@ def have_overlap(boxes: Sequence[Box], *, dim: int = 0, undivided: int = 0) -> b
         return False
     dims = len(boxes[0][0])
     if undivided == dims:  # no plane divides them
-        return any(_share_elements(a, b) for a, b in combinations(boxes, 2))
+        return any(intersection(a, b) for a, b in combinations(boxes, 2))
     ordered, end, groups = sorted(boxes, key=lambda box: box[0][dim]), -1, list[list[Box]]()
     for offsets, lengths in ordered:
         if offsets[dim] >= end:
@@ -134,5 +138,14 @@ def have_overlap(boxes: Sequence[Box], *, dim: int = 0, undivided: int = 0) -> b
     return any(have_overlap(group, dim=(dim + 1) % dims, undivided=undivided) for group in groups)
 
 
-def _share_elements(a: Box, b: Box) -> bool:
-    return all(max(x, y) < min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
+def intersection(a: Box, b: Box) -> Box | None:
+    """The elements that are in both boxes."""
+    offsets = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    stops = (min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
+    lengths = tuple(stop - first for first, stop in zip(offsets, stops, strict=True))
+    return (offsets, lengths) if all(length > 0 for length in lengths) else None
+
+
+def box_slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """The slices of a box in a tensor whose first element is at the origin."""
+    return tuple(slice(first - at, first - at + n) for first, n, at in zip(*box, origin, strict=True))

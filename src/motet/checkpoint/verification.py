@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from motet.checkpoint.checkpoint_folders import complete_checkpoints, step_of_name
+from motet.checkpoint.checkpoint_folders import checkpoints_folder, complete_checkpoints, is_checkpoint, step_of_name
 from motet.checkpoint.manifest import (
-    MANIFEST_FILE,
     CheckpointManifest,
     open_regular,
     refuse_damage,
@@ -104,8 +103,8 @@ class CheckpointVerdict:
 
 def checkpoint_verdicts(run: Path) -> Iterator[CheckpointVerdict]:
     """Read all files of each checkpoint of a run, of a folder of checkpoints, or of one checkpoint."""
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if (run / MANIFEST_FILE).is_file() or step_of_name(run.absolute().name) is not None:
+    folder = checkpoints_folder(run)
+    if is_checkpoint(run):
         yield _verdict_of(run)
         return
     checkpoints = {path for _, path in complete_checkpoints(folder)}
