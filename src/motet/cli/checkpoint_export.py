@@ -10,7 +10,7 @@ from typer import Argument, Option
 from motet.cli.job_arguments import parse_bytes
 from motet.cli.output import log, print_lines
 from motet.core.errors import check_input, convert_os_errors
-from motet.core.units import DTYPE_BYTES, format_bytes
+from motet.core.units import format_bytes
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from motet.export.safetensors_shards import ExportedTensor
 from motet.export.stored_parameters import StoredParameters
-from motet.models.hf.decoder_config import decoder_config
-from motet.models.hf.decoder_tensors import DecoderTensors, FolderPart, is_adapter
+from motet.models.hf.decoder_config import config_of_settings
+from motet.models.hf.decoder_tensors import DecoderTensors, FolderPart, is_adapter, map_decoder_tensors
 from motet.models.hf.decoder_weights import to_folder
 from motet.models.settings import DecoderSettings
 
@@ -36,5 +36,5 @@ def exported_part(name: str, part: FolderPart, parameters: StoredParameters, *, 
 
 def config_and_tensors(settings: DecoderSettings) -> tuple[dict[str, Any], DecoderTensors]:
     """The config of a decoder, and its tensors in motet and in a folder with this config."""
-    config = decoder_config(settings)
-    return config, DecoderTensors.of_settings(settings, config["model_type"])
+    config = config_of_settings(settings)
+    return config, map_decoder_tensors(settings, config["model_type"])

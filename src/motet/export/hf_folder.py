@@ -117,7 +117,7 @@ def _module(model: UserModuleSettings, parameters: StoredParameters, settings: E
     place = str(model.hf_path)
     checkpoint = open_hf_checkpoint(place, model.arguments)
     stored = module_without_memory(checkpoint, parameters)
-    write_config = partial(_write_module_config, stored.module, Path(place).expanduser())
+    write_config = partial(_write_module_config, stored.module, place=Path(place).expanduser())
     if settings.adapters == "peft":
         adapters = module_adapters(stored, checkpoint, place)
         return _ExportedModel(adapters.tensors, stored.parameters, write_config, adapters)
@@ -127,14 +127,14 @@ def _module(model: UserModuleSettings, parameters: StoredParameters, settings: E
     return _ExportedModel(tensors, stored.parameters, write_config)
 
 
-def _write_module_config(module: Any, place: Path, folder: Path, tokenizer: Tokenizer | None) -> None:
+def _write_module_config(module: Any, folder: Path, _: Tokenizer | None, *, place: Path) -> None:
     with silence_transformers():
         module.config.architectures = [type(module).__name__]
         module.config.save_pretrained(folder)
         if module.can_generate():
-            given = place / _GENERATION_CONFIG
-            if given.is_file():
-                shutil.copy(given, folder / _GENERATION_CONFIG)
+            source = place / _GENERATION_CONFIG
+            if source.is_file():
+                shutil.copy(source, folder / _GENERATION_CONFIG)
             else:
                 module.generation_config.save_pretrained(folder)
 
@@ -152,7 +152,7 @@ def _decoder(model: ModelSettings, parameters: StoredParameters, settings: Expor
 
 
 def _write_decoder_config(config: dict[str, Any], folder: Path, tokenizer: Tokenizer | None) -> None:
-    # Without these keys transformers would take the tokens of its own models
+    # Without these keys transformers would take the tokens of Llama and others
     begin = tokenizer.begin_ids[0] if tokenizer and tokenizer.begin_ids else None
     end, pad = (tokenizer.end_id, tokenizer.pad_id) if tokenizer else (None, None)
     tokens = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}

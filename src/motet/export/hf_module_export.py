@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError
 from motet.export.safetensors_shards import ExportedTensor
 from motet.export.stored_parameters import StoredParameters
 from motet.models.adapters import is_conv1d
@@ -44,8 +44,8 @@ def module_without_memory(checkpoint: HuggingFaceCheckpoint, parameters: StoredP
         module = _build_on_meta(checkpoint)
     for names in _differing_ties(module, parameters):
         raise InputError(
-            f"{' and '.join(names)} are one tensor in a {type(module).__name__}, and differ in {parameters.tensors.path} "
-            "with merged adapters; export the adapters alone with --adapters peft"
+            f"{' and '.join(names)} are one tensor in a {type(module).__name__}, and differ in "
+            f"{parameters.tensors.path} with merged adapters; export the adapters alone with --adapters peft"
         )
     return StoredModule(module, parameters)
 
@@ -173,7 +173,7 @@ class _Conversion:
 
     @cached_property
     def _groups(self) -> dict[str, list[str]]:
-        """For each tensor that transformers converts, the tensors of the module that are converted with it."""
+        """The tensors of the module that transformers converts together, by each tensor that it makes of them."""
         loading = import_module("transformers.core_model_loading")
         mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
         transforms = [each.reverse_transform() for each in mapping(self.stored.module, add_legacy=False)[::-1]]

@@ -1,6 +1,6 @@
 """Safetensors files that are written piece by piece, so that no file is ever in memory.
 
-The files, their order and their index are those that transformers writes.
+transformers would write the same files with the same index.
 """
 
 import json
@@ -13,22 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES
 from motet.core.errors import check_input
 from motet.core.units import DTYPE_BYTES
 
-# torch's dtype -> its name in safetensors files; they can hold no other.
-_FILE_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
 PIECE_BYTES = 64 << 20  # Values that are in memory together, unless a tensor cannot be cut
 _METADATA = {"format": "pt"}
 Progress = Callable[[str, int, int], None]
@@ -51,8 +39,8 @@ class ExportedTensor:
 
 def file_dtype(name: str, dtype: str) -> str:
     """The name of a dtype in a safetensors file."""
-    check_input(dtype in _FILE_DTYPES, f"{name} is {dtype}, which is not written to safetensors files; leave it out")
-    return _FILE_DTYPES[dtype]
+    check_input(dtype in SAFETENSORS_DTYPES, f"{name} is {dtype}, which is not written to safetensors files; leave it out")
+    return SAFETENSORS_DTYPES[dtype]
 
 
 def write_shards(

@@ -20,7 +20,7 @@ class StoredParameters:
     """Parameters and buffers by their names in the module."""
 
     tensors: CheckpointReader
-    dtype: str | None = None  # The dtype of the exported parameters; as they are stored if None
+    dtype: str | None = None  # The dtype of the exported parameters; unchanged if None
     # alpha / rank of the adapters that are merged, and the layers whose weight is [in, out]
     merged_scale: float | None = None
     transposed_layers: Collection[str] = ()
@@ -53,23 +53,22 @@ class StoredParameters:
         layer, _, kind = name.rpartition(".")
         return self.merged_scale is not None and kind == "weight" and self.has(f"{layer}.adapter_a")
 
-    def rows(self, name: str, first: int, stop: int, inner: tuple[slice, ...] = ()) -> Tensor:
+    def rows(self, name: str, rows: slice, inner: tuple[slice, ...] = ()) -> Tensor:
         """Rows of a tensor, and of these the elements in `inner`; merged ones in float64."""
         if not self.has_merged_adapter(name):
-            return self.tensors[self.key(name), first:stop, *inner]
-        layer = name.rpartition(".")[0]
+            return self.tensors[self.key(name), rows, *inner]
         a, b = map(self.key, self._adapter_of(name))
-        if layer in self.transposed_layers:
-            product = (self.tensors[b].double() @ self.tensors[a, :, first:stop].double()).T
+        if name.rpartition(".")[0] in self.transposed_layers:
+            product = (self.tensors[b].double() @ self.tensors[a, :, rows].double()).T
         else:
-            product = self.tensors[b, first:stop].double() @ self.tensors[a].double()
-        rows = self.tensors[self.key(name), first:stop].double() + (self.merged_scale or 0.0) * product
-        return rows[:, *inner]
+            product = self.tensors[b, rows].double() @ self.tensors[a].double()
+        merged = self.tensors[self.key(name), rows].double() + (self.merged_scale or 0.0) * product
+        return merged[:, *inner]
 
     def complete(self, name: str) -> Tensor:
         """A complete tensor; a merged one in float64."""
         shape = self.shape(name)
-        return self.rows(name, 0, shape[0]) if shape else self.tensors[self.key(name)]
+        return self.rows(name, slice(shape[0])) if shape else self.tensors[self.key(name)]
 
     def verify(self, names: Iterable[str], progress: Progress) -> None:
         """Read these tensors box by box, so that a changed one is found before anything is written."""
@@ -93,7 +92,7 @@ class StoredParameters:
         row_bytes = max(1, columns) * 8
         step = max(1, PIECE_BYTES // (row_bytes * unit)) * unit
         for start in range(first, stop, step):
-            yield self.rows(name, start, min(start + step, stop), inner)
+            yield self.rows(name, slice(start, min(start + step, stop)), inner)
 
     def cast(self, name: str, values: Tensor) -> Tensor:
         """Values in the exported dtype, which must hold them."""

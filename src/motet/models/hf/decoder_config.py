@@ -81,7 +81,7 @@ _WRITERS: dict[str, tuple[str, Callable[[DecoderSettings], dict[str, Any]]]] = {
 DECODER_FAMILIES = tuple(_WRITERS)
 
 
-def decoder_config(settings: DecoderSettings) -> dict[str, Any]:
+def config_of_settings(settings: DecoderSettings) -> dict[str, Any]:
     """The config of the model of transformers that computes the logits of motet's decoder with these settings."""
     missing: dict[str, list[str]] = {}
     for family, (class_name, write) in _WRITERS.items():
@@ -92,7 +92,7 @@ def decoder_config(settings: DecoderSettings) -> dict[str, Any]:
             continue
         if not differences:
             return config
-        missing[family] = [f"model.{name} = {_written(mine)}" for name, (mine, _) in differences.items() if mine]
+        missing[family] = [f"model.{name} = {_written(ours)}" for name, (ours, _) in differences.items() if ours]
     nearest = min(missing, key=lambda family: len(missing[family]), default="llama")
     problem = " and ".join(missing.get(nearest, ["these settings"]))
     raise InputError(f"{problem}: no model of transformers has it together with the other settings; {_REMEDY}")
@@ -101,8 +101,9 @@ def decoder_config(settings: DecoderSettings) -> dict[str, Any]:
 def settings_differences(a: DecoderSettings, b: TransformerSettings) -> dict[str, tuple[Any, Any]]:
     """Settings in which two decoders differ in their values: name -> both values, with defaults resolved."""
     assert isinstance(b, DecoderSettings), type(b).__name__
-    mine, other = _resolved(a), _resolved(b)
-    return {name: (mine.get(name), other.get(name)) for name in mine | other if mine.get(name) != other.get(name)}
+    first, second = _resolved(a), _resolved(b)
+    both = {name: (first.get(name), second.get(name)) for name in first | second}
+    return {name: values for name, values in both.items() if values[0] != values[1]}
 
 
 def _resolved(s: DecoderSettings) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def check_decoder_folder(settings: DecoderSettings, folder: Path) -> str:
     if settings.positions == "rotary" and settings.context <= differences.get("context", (0, 0))[1]:
         differences.pop("context", None)  # Shorter sequences change no number
     if differences:
-        listed = ", ".join(f"model.{name} = {_written(mine)}" for name, (mine, _) in differences.items())
+        listed = ", ".join(f"model.{name} = {_written(ours)}" for name, (ours, _) in differences.items())
         remedy = " ".join(f"model.{name}={_written(theirs)}" for name, (_, theirs) in differences.items())
         raise InputError(f"{listed}, but the model in {folder} has others; set {remedy}")
     for problem in _other_functions(config, settings):

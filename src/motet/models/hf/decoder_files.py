@@ -10,7 +10,7 @@ from pathlib import Path
 
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.models.hf.decoder_config import check_decoder_folder
-from motet.models.hf.decoder_tensors import DecoderTensors
+from motet.models.hf.decoder_tensors import DecoderTensors, map_decoder_tensors
 from motet.models.hf.safetensors_files import HEADER_ERRORS, WeightOnDisk, have_equal_bytes, read_weight_headers
 from motet.models.settings import DecoderSettings
 
@@ -35,7 +35,7 @@ def find_decoder_tensors(settings: DecoderSettings) -> FolderTensors:
     model_type = check_decoder_folder(settings, folder)
     headers = _read_headers(folder, place)
     bare = settings.model_copy(update={"adapters": None, "frozen": ()})
-    mapped = DecoderTensors.of_settings(bare, model_type)
+    mapped = map_decoder_tensors(bare, model_type)
     parts = {part.name: part for _, part in mapped.in_folder()}
     base = next(iter(parts)).partition(".")[0] + "."  # Files of a model without its head have names without it
     names = {name: name if name in parts or base + name not in parts else base + name for name in headers}

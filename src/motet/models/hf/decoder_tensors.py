@@ -4,7 +4,7 @@ motet joins projections that read the same input, turns neighbouring components 
 transformers turns its halves, and stores each weight as [out, in], which GPT-2 does not. Nothing here imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from motet.models.settings import AdapterSettings, DecoderSettings
@@ -46,17 +46,18 @@ class DecoderTensors:
 
     parts: dict[str, tuple[FolderPart, ...]]
 
-    @staticmethod
-    def of_settings(settings: DecoderSettings, model_type: str) -> "DecoderTensors":
-        blocks = spec_from_settings(settings).blocks
-        parameters = (p for block in blocks for repetition in block.parameters_by_repetition() for p in repetition)
-        modules, is_conv = _modules(settings, model_type), model_type == "gpt2"
-        return DecoderTensors({p.name: tuple(_parts(p.name, p.shape, modules, is_conv)) for p in parameters})
-
     def in_folder(self) -> Iterator[tuple[str, FolderPart]]:
         """Each tensor of the folder, with the name of motet's tensor that it is a part of."""
         for name, parts in self.parts.items():
             yield from ((name, part) for part in parts)
+
+
+def map_decoder_tensors(settings: DecoderSettings, model_type: str) -> DecoderTensors:
+    """The tensors of a decoder with these settings, and those of a folder of this `model_type`."""
+    blocks = spec_from_settings(settings).blocks
+    parameters = (p for block in blocks for repetition in block.parameters_by_repetition() for p in repetition)
+    modules = _modules(settings, model_type)
+    return DecoderTensors({p.name: tuple(_parts(p.name, p.shape, modules)) for p in parameters})
 
 
 def is_adapter(name: str) -> bool:
@@ -64,7 +65,7 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in LORA_PARTS
 
 
-def _parts(name: str, shape: Shape, modules: "_Modules", is_conv: bool) -> Iterator[FolderPart]:
+def _parts(name: str, shape: Shape, modules: "_Modules") -> Iterator[FolderPart]:
     module, _, kind = name.rpartition(".")
     block, _, inner = module.partition(".")[2].partition(".") if module.startswith("blocks.") else ("", "", module)
     prefix, first = modules.block_prefix.format(i=block) if block else "", 0
@@ -74,7 +75,7 @@ def _parts(name: str, shape: Shape, modules: "_Modules", is_conv: bool) -> Itera
             yield FolderPart(full_name, 0, shape[0], shape[1:])
             continue
         rows = shape[0] if piece.rows is None else piece.rows
-        is_transposed = is_conv and kind == "weight" and inner in _LINEAR
+        is_transposed = modules.has_transposed_weights and kind == "weight" and inner in _LINEAR
         yield FolderPart(full_name, first, rows, shape[1:], piece.head_dim, is_transposed)
         first += rows
 
@@ -82,7 +83,8 @@ def _parts(name: str, shape: Shape, modules: "_Modules", is_conv: bool) -> Itera
 @dataclass(frozen=True)
 class _Modules:
     block_prefix: str
-    by_name: dict[str, Sequence[_Slice]]
+    by_name: Mapping[str, Sequence[_Slice]]
+    has_transposed_weights: bool = False
 
 
 _LINEAR = ("attention.qkv", "attention.output", "ffn.up", "ffn.down")
@@ -111,7 +113,8 @@ _LLAMA_MODULES = {
 
 def _modules(s: DecoderSettings, model_type: str) -> _Modules:
     if model_type == "gpt2":
-        return _Modules("transformer.h.{i}.", {name: [_Slice(theirs)] for name, theirs in _GPT2_MODULES.items()})
+        by_name = {name: [_Slice(theirs)] for name, theirs in _GPT2_MODULES.items()}
+        return _Modules("transformer.h.{i}.", by_name, has_transposed_weights=True)
     head_dim, kv_rows = s.dim_per_head, (s.kv_heads or s.heads) * s.dim_per_head
     joined = {
         "attention.qkv": [
@@ -131,5 +134,5 @@ def adaptable_modules(settings: DecoderSettings, model_type: str) -> list[str]:
     """The modules of the folder that adapters of motet's decoder can be on."""
     adapted = settings.model_copy(update={"adapters": AdapterSettings(rank=1), "frozen": ()})
     ending = f".{LORA_PARTS['adapter_a']}"
-    names = (part.name for _, part in DecoderTensors.of_settings(adapted, model_type).in_folder())
+    names = (part.name for _, part in map_decoder_tensors(adapted, model_type).in_folder())
     return [name.removesuffix(ending) for name in names if name.endswith(ending)]

@@ -29,7 +29,7 @@ def from_folder(part: FolderPart, values: Tensor) -> Tensor:
 
 
 class DecoderFolderValues:
-    """The values of a decoder's parameters, which ranks read by boxes from the files of a folder, in float32 at least."""
+    """The values of a decoder's parameters, read by boxes from the files of a folder, in float32 at least."""
 
     def __init__(self, tensors: FolderTensors) -> None:
         self._tensors, self.fingerprint = tensors, fingerprint_of(tensors.on_disk.values())

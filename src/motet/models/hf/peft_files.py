@@ -10,17 +10,18 @@ from typing import Any
 
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.text_files import parse_json
-from motet.models.hf.decoder_config import decoder_config
-from motet.models.hf.decoder_tensors import DecoderTensors, FolderPart, is_adapter
+from motet.models.hf.decoder_config import config_of_settings
+from motet.models.hf.decoder_tensors import FolderPart, is_adapter, map_decoder_tensors
 from motet.models.hf.safetensors_files import HEADER_ERRORS, WeightOnDisk, have_equal_bytes, read_header
 from motet.models.settings import AdapterSettings, DecoderSettings, TrainableParameterSettings
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight")
 # Keys of a config that do not change what an adapter computes; another key must be unset.
-_NEUTRAL = frozenset(
-    "peft_type r lora_alpha target_modules exclude_modules layers_to_transform layers_pattern fan_in_fan_out task_type "
-    "base_model_name_or_path revision inference_mode peft_version auto_mapping lora_dropout megatron_core "
-    "qalora_group_size runtime_config eva_config loftq_config".split()
+_NEUTRAL = (
+    *("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
+    *("auto_mapping", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "eva_config"),
+    "loftq_config",
 )
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva")}
 
@@ -76,7 +77,7 @@ def _read_config(folder: Path, place: str) -> dict[str, Any]:
     with convert_os_errors(f"read {file}", "give a folder of PEFT, which has an adapter_config.json"):
         text = file.read_bytes()
     try:
-        config = parse_json(text)
+        config: dict[str, Any] = parse_json(text)
     except ValueError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
     check_input(isinstance(config, dict), f"{file} holds a {type(config).__name__}; it must be a JSON object")
@@ -127,11 +128,11 @@ def _check_sizes(folder: PeftFolder, settings: AdapterSettings, rank: int) -> No
     """`rank` holds the adapters of the folder; where it is larger than theirs, alpha is so, too."""
     alpha = folder.alpha * rank / folder.rank
     remedy = f"set model.adapters.rank={rank} model.adapters.alpha={alpha:g}"
-    told = f"the adapters in {settings.weights} have r = {folder.rank} and lora_alpha = {folder.alpha:g}"
-    check_input(settings.rank == rank, f"model.adapters.rank = {settings.rank}, but {told}; {remedy}")
+    stored = f"the adapters in {settings.weights} have r = {folder.rank} and lora_alpha = {folder.alpha:g}"
+    check_input(settings.rank == rank, f"model.adapters.rank = {settings.rank}, but {stored}; {remedy}")
     check_input(
         isclose(settings.alpha, alpha, rel_tol=1e-12),
-        f"model.adapters.alpha = {settings.alpha:g}, but {told}; {remedy}",
+        f"model.adapters.alpha = {settings.alpha:g}, but {stored}; {remedy}",
     )
 
 
@@ -162,7 +163,7 @@ def find_decoder_adapters(model: DecoderSettings) -> DecoderAdapters:
     """
     assert model.adapters is not None
     folder = read_peft_folder(model.adapters)
-    mapped = DecoderTensors.of_settings(model, decoder_config(model)["model_type"])
+    mapped = map_decoder_tensors(model, config_of_settings(model)["model_type"])
     adapters = {name: parts for name, parts in mapped.parts.items() if is_adapter(name)}
     by_layer = {name.rpartition(".")[0]: parts for name, parts in adapters.items() if name.endswith(".adapter_b")}
     modules = {layer: [_module(part.name) for part in parts] for layer, parts in by_layer.items()}
@@ -173,8 +174,8 @@ def find_decoder_adapters(model: DecoderSettings) -> DecoderAdapters:
             f"{folder.place}: no layer with an adapter is its {module}; add it to model.adapters.targets",
         )
     slots = {layer: _slots(folder, names) for layer, names in modules.items()}
-    for layer, of_layer in slots.items():
-        check_input(of_layer, f"{folder.place}: it has no adapter for {layer}; leave it out of model.adapters.targets")
+    for layer, numbers in slots.items():
+        check_input(numbers, f"{folder.place}: it has no adapter for {layer}; leave it out of model.adapters.targets")
     _check_sizes(folder, model.adapters, folder.rank * max(1 + max(each.values()) for each in slots.values()))
     joined: dict[str, list[JoinedPart]] = {}
     for name, parts in adapters.items():
@@ -194,7 +195,7 @@ def _module(name: str) -> str:
 
 
 def _slots(folder: PeftFolder, modules: list[str]) -> dict[str, int]:
-    """For each module of the folder that one layer of motet joins, the number of its matrix A among different ones."""
+    """The number of the matrix A of each joined module among the different ones."""
     different, slots = list[WeightOnDisk](), dict[str, int]()
     for module in (module for module in modules if module in folder.layers):
         a = folder.layers[module].a

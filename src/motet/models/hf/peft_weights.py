@@ -8,7 +8,7 @@ from torch import Tensor
 from motet.core.errors import check_input
 from motet.models.hf.decoder_weights import read_part
 from motet.models.hf.hf_weights import read_box
-from motet.models.hf.peft_files import DecoderAdapters, JoinedPart, PeftFolder, find_decoder_adapters, read_peft_folder
+from motet.models.hf.peft_files import DecoderAdapters, PeftFolder, find_decoder_adapters, read_peft_folder
 from motet.models.hf.safetensors_files import fingerprint_of
 from motet.models.parameter_values import BoxReader, ParameterValues, Shape, draw_values
 from motet.models.settings import DecoderSettings, TrainableParameterSettings
@@ -90,7 +90,9 @@ class _DecoderAdapters:
             for each in parts:
                 rows = (each.first_rank, rank) if is_first else (each.part.first_row, each.part.rows)
                 columns = (0, shape[1]) if is_first else (each.first_rank, rank)
-                inside = [_overlap(at, n, *span) for at, n, span in zip(*box, (rows, columns), strict=True)]
+                inside = [
+                    _overlap(span, other) for span, other in zip(zip(*box, strict=True), (rows, columns), strict=True)
+                ]
                 if all(n > 0 for _, n in inside):
                     (row, row_count), (column, column_count) = inside
                     inner = (row - rows[0], column - columns[0]), (row_count, column_count)
@@ -106,10 +108,10 @@ class _DecoderAdapters:
         pass  # The names of layers follow from the settings, and were compared before
 
 
-def _overlap(at: int, length: int, first: int, count: int) -> tuple[int, int]:
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     """The start and the length of the part that two spans share."""
-    start = max(at, first)
-    return start, min(at + length, first + count) - start
+    start = max(a[0], b[0])
+    return start, min(sum(a), sum(b)) - start
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
