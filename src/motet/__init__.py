@@ -18,6 +18,7 @@ _EXPORTS = {
     "MotetError": "motet.core.errors",
     "verify": "motet.parity.api",
     "open_checkpoint": "motet.checkpoint.reader",
+    "checkpoint_dcp_reader": "motet.checkpoint.tools.dcp_reader",
 }
 
 # Packages whose names are public, too.

@@ -1,0 +1,1 @@
+"""Work on complete checkpoints: comparing them, making others of them, and Distributed Checkpoint's format."""
