@@ -92,7 +92,7 @@ def refuse_to_log(text: str) -> None:
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of logits in float64, relative to the largest of them."""
     assert ours.dtype == theirs.dtype == torch.float64
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+    return float((ours - theirs).detach().abs().max() / theirs.detach().abs().max())
 
 
 def load_exported(folder: Path, dtype: torch.dtype = torch.float64) -> nn.Module:

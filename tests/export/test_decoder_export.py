@@ -94,7 +94,7 @@ def test_a_value_that_fp16_cannot_hold_is_refused_and_nothing_is_left(tmp_path: 
     refused(
         r"norm.weight holds 70000, and fp16 nothing above 65504", export, job, module, tmp_path / "out", dtype="float16"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "out-run"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache", "out-run"}
 
 
 def test_a_changed_checkpoint_is_refused_before_anything_is_written(tmp_path: Path) -> None:

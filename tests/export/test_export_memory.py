@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from export.stored_models import OWN, built_with_random_values, hf_job, job_of, store
 from live_storages import LiveStorages
@@ -16,6 +17,13 @@ from motet.train.job import Job
 pytest.importorskip("transformers")
 SHARD = 400_000
 LARGE = {**OWN, "hidden": 128, "ffn_hidden": 512, "vocab_size": 2000}
+
+
+class StoragesWithMemory(LiveStorages):
+    """Without those of the meta device."""
+
+    def _keep(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and super()._keep(tensor)
 
 
 def jobs(folder: Path) -> dict[str, Job]:
@@ -37,7 +45,7 @@ def test_peak_is_below_two_shards(kind: str, tmp_path: Path, monkeypatch: pytest
     checkpoint = store(job, module, tmp_path / "run")
     del module
     monkeypatch.setattr(stored_parameters, "PIECE_BYTES", SHARD // 4)
-    with open_checkpoint(checkpoint) as opened, LiveStorages([torch.empty(1)]) as live:
+    with open_checkpoint(checkpoint) as opened, StoragesWithMemory([torch.empty(1)]) as live:
         size = export_to_hf(job, opened, tmp_path / "out", settings=ExportSettings(shard_bytes=SHARD), log=print)
-    assert size == total > 5 * SHARD and largest > SHARD
+    assert 0.9 * total < size <= total and total > 5 * SHARD and largest > SHARD
     assert 0 < live.peak < 2 * SHARD

@@ -15,7 +15,7 @@ from motet.core.direct_io import check_free_space
 from motet.core.errors import InputError, check_input, convert_os_errors
 from motet.core.locked_folders import locked_folder
 from motet.core.text_files import parse_json
-from motet.core.trace import progress_if_slow
+from motet.core.trace import log_if_slow, progress_if_slow
 from motet.data.corpus.prepare import find_tokenizer
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.export.decoder_export import exported_decoder
@@ -78,8 +78,9 @@ def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settin
     else:
         exported = _decoder(model, parameters, settings)
     with new_folder(folder) as unfinished:
+        with log_if_slow(log, f"checking the tensors of {checkpoint.path} ..."):
+            exported.parameters.verify(name for tensor in exported.tensors for name in tensor.sources)
         progress = progress_if_slow(log)
-        exported.parameters.verify((name for tensor in exported.tensors for name in tensor.sources), progress)
         check_free_space(unfinished, exported.size_bytes, "make room, or export to another disk")
         tokenizer = _write_tokenizer(job, unfinished, log)
         if exported.adapters is not None:

@@ -39,7 +39,9 @@ class ExportedTensor:
 
 def file_dtype(name: str, dtype: str) -> str:
     """The name of a dtype in a safetensors file."""
-    check_input(dtype in SAFETENSORS_DTYPES, f"{name} is {dtype}, which is not written to safetensors files; leave it out")
+    check_input(
+        dtype in SAFETENSORS_DTYPES, f"{name} is {dtype}, which is not written to safetensors files; leave it out"
+    )
     return SAFETENSORS_DTYPES[dtype]
 
 

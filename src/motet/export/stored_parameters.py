@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from motet.checkpoint.reader import CheckpointReader
+from motet.checkpoint.verification import verify_tensors
 from motet.core.errors import check_input
 from motet.core.units import dtype_name
-from motet.export.safetensors_shards import PIECE_BYTES, Progress
+from motet.export.safetensors_shards import PIECE_BYTES
 
 _KINDS = ("master", "frozen", "buffer")
 
@@ -70,14 +71,10 @@ class StoredParameters:
         shape = self.shape(name)
         return self.rows(name, slice(shape[0])) if shape else self.tensors[self.key(name)]
 
-    def verify(self, names: Iterable[str], progress: Progress) -> None:
-        """Read these tensors box by box, so that a changed one is found before anything is written."""
+    def verify(self, names: Iterable[str]) -> None:
+        """Refuse a checkpoint in which one of these tensors has changed."""
         read = {name for each in names for name in (each, *self._adapter_of(each))}
-        keys = sorted({self.key(name) for name in read})
-        for count, key in enumerate(keys):
-            progress("checking the checkpoint (tensors)", count, len(keys))
-            for box in self.tensors.boxes(key):
-                self.tensors.read_box(key, box)
+        verify_tensors(self.tensors.path, self.tensors.index, sorted({self.key(name) for name in read}))
 
     def _adapter_of(self, name: str) -> list[str]:
         """The matrices that are merged into a weight."""

@@ -92,7 +92,9 @@ def config_of_settings(settings: DecoderSettings) -> dict[str, Any]:
             continue
         if not differences:
             return config
-        missing[family] = [f"model.{name} = {_written(ours)}" for name, (ours, _) in differences.items() if ours]
+        missing[family] = [
+            f"model.{name} = {_written(ours)}" for name, (ours, _) in differences.items() if ours is not None
+        ]
     nearest = min(missing, key=lambda family: len(missing[family]), default="llama")
     problem = " and ".join(missing.get(nearest, ["these settings"]))
     raise InputError(f"{problem}: no model of transformers has it together with the other settings; {_REMEDY}")
