@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 QUICK = [("own", "qwen3", "tp=2")]
 ALL = [("own", family, layout) for family in OWN for layout in LAYOUTS]
-ALL += [("hf", family, layout) for family in HF for layout in LAYOUTS if family != "mixtral" or "p=2" not in layout]
+ALL += [("hf", family, layout) for family in HF for layout in LAYOUTS]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.proof) for case in ALL if case not in QUICK)]
 
 
