@@ -1,4 +1,4 @@
-"""`motet checkpoint`: look into the checkpoints of a run."""
+"""`motet checkpoint`: look into the checkpoints of a run, and make others of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer
 
 from motet.cli.checkpoint_export import export_checkpoint_command
+from motet.cli.checkpoint_tools.content import inspect_command
+from motet.cli.checkpoint_tools.differences import diff_command
+from motet.cli.checkpoint_tools.rewrite_commands import average_command, cast_command
 from motet.cli.job_arguments import CommandGroup
 from motet.cli.output import log, print_lines
 from motet.core.errors import check_input, convert_os_errors
@@ -19,14 +22,18 @@ from motet.monitor.stdout_stderr import print_json
 if TYPE_CHECKING:
     from motet.checkpoint.verification import CheckpointVerdict
 
-checkpoint_app = Typer(cls=CommandGroup, help="Look into the checkpoints of a run.", no_args_is_help=True)
+checkpoint_app = Typer(cls=CommandGroup, help="Look into checkpoints, and make others of them.", no_args_is_help=True)
 
 
 @checkpoint_app.callback()
 def checkpoint_root() -> None:
-    """Look into the checkpoints of a run."""
+    """Look into checkpoints, and make others of them."""
 
 
+checkpoint_app.command("inspect")(inspect_command)
+checkpoint_app.command("diff")(diff_command)
+checkpoint_app.command("average")(average_command)
+checkpoint_app.command("cast")(cast_command)
 checkpoint_app.command("export")(export_checkpoint_command)
 
 

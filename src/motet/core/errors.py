@@ -17,8 +17,9 @@ EXIT_CODES: dict[int, str] = {
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
     5: "could not save, or keep the state of the optimizer on disk: disk full, failing or not writable; earlier "
     "checkpoints are whole",
-    6: "numbers differ: ranks disagree on numbers that must be equal or add up (`monitor.replica_check_every`), or a "
-    "layout does not compute the numbers of one device (`motet verify`)",
+    6: "numbers differ: ranks disagree on numbers that must be equal or add up (`monitor.replica_check_every`), a "
+    "layout does not compute the numbers of one device (`motet verify`), or tensors of two checkpoints are not equal "
+    "(`motet checkpoint diff`)",
     130: "stopped by Ctrl-C, SIGTERM, a signal of a scheduler or a closed standard output after saving; `--resume` "
     "continues (commands other than `motet train` have nothing to save, and end so when they are stopped)",
     137: "stopped immediately by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",

@@ -1,0 +1,1 @@
+"""The commands of `motet checkpoint` that look into checkpoints and make others of them."""
