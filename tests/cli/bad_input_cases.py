@@ -225,6 +225,8 @@ def cluster(name: str, *, alpha_s: str = "1e-6", bandwidth_Bps: str = "1e9", mor
     return write(name, f"{head}alpha_s = {alpha_s}\nbandwidth_Bps = {bandwidth_Bps}\n{more}")
 
 
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+TYPO = {"role": "asistant", "content": "4"}
 THREE_CLASSES = records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60)))
 BERT_CLASSES = huggingface("bert", model_type="bert", architectures=["BertForSequenceClassification"])
 ALONE = {"version": 1, "collective": "mine", "algorithm": "nothing", "ranks": 1, "chunks": 1, "sizes": [1]}
@@ -261,6 +263,11 @@ CASES: dict[str, list[Setup | str]] = {
         records("deep.jsonl", {"text": "fine"}, "[" * 200_000 + "]" * 200_000)
     ],
     "a record without its field": [records("other.jsonl", {"text": "fine"}, {"txt": "here"})],
+    "a conversation with an unknown role": [records("roles.jsonl", CHAT, {"messages": [*CHAT["messages"][:1], TYPO]})],
+    "a message without content": [records("content.jsonl", {"messages": [{"role": "user"}]})],
+    "conversations, and a tokenizer without a chat template": [records("chats.jsonl", CHAT)],
+    "conversations, and a tokenizer that motet would train": [records("chats.jsonl", CHAT)],
+    "conversations in which the assistant says nothing": [records("silent.jsonl", {"messages": CHAT["messages"][:1]})],
     "a field that is no text": [records("number.jsonl", {"text": 3})],
     "records without any text": [records("nothing.jsonl", {"text": ""}, {"text": None})],
     "a Parquet file that is none": [write("bad.parquet", "words")],

@@ -21,7 +21,6 @@ from motet.checkpoint.verification import verify_files
 from motet.core.direct_io import check_free_space
 from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
 from motet.core.units import dtype_name
-from motet.models.parameter_values import whole_box
 
 _MAX_FILE_BYTES = 2**34
 _REMEDY = "make room, or give another --output"
@@ -49,7 +48,7 @@ def _boxes_by_file(manifest: CheckpointManifest) -> Iterator[list[DataBox]]:
     boxes, size_bytes = list[DataBox](), 0
     for name, lengths in manifest.shapes.items():
         shape = tuple(lengths)
-        for box in cut_box(whole_box(shape)):
+        for box in cut_box(((0,) * len(shape), shape)):
             boxes.append(DataBox(name, manifest.dtypes[name], shape, *box))
             size_bytes += boxes[-1].size_bytes
             if size_bytes >= _MAX_FILE_BYTES:
