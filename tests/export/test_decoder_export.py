@@ -21,6 +21,7 @@ from export.stored_models import (
 )
 from motet.checkpoint.reader import open_checkpoint
 from motet.core.errors import InputError
+from motet.export import stored_parameters
 from motet.export.hf_folder import ExportSettings, export_to_hf
 from motet.models.build import build_trainable_model
 from motet.models.hf.decoder_config import config_of_settings, settings_differences
@@ -97,7 +98,11 @@ def test_a_value_that_fp16_cannot_hold_is_refused_and_nothing_is_left(tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} <= {"cache", "out-run"}
 
 
-def test_a_changed_checkpoint_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_changed_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no read of the export is of a complete box, whose checksum the reader compares."""
+    monkeypatch.setattr(stored_parameters, "PIECE_BYTES", 1000)
     job = job_of(OWN, tmp_path / "cache")
     checkpoint = store(job, built_with_random_values(job), tmp_path / "run")
     file = checkpoint / "rank-00000.safetensors"
