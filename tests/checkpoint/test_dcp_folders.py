@@ -51,7 +51,9 @@ def test_torch_loads_an_export_strictly(
     trained = state_of(model, optimizer)
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     checkpoint = motet.open_checkpoint(save_state(tmp_path / "run", 3, trained))
-    export = DcpExport(checkpoint, [{**groups[0], "lr": 0.25}], aliases={"tied": "0.weight"})
+    export = DcpExport(
+        checkpoint, [{**groups[0], "lr": 0.25}], tied_names=[["0.bias"], ["tied", "0.weight"], ["a", "b"]]
+    )
     sizes = list[int]()
     export_to_dcp(export, tmp_path / "out", report=sizes.append)
     assert sum(sizes) == export.size_bytes

@@ -225,6 +225,8 @@ def cluster(name: str, *, alpha_s: str = "1e-6", bandwidth_Bps: str = "1e9", mor
     return write(name, f"{head}alpha_s = {alpha_s}\nbandwidth_Bps = {bandwidth_Bps}\n{more}")
 
 
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+TYPO = {"role": "asistant", "content": "4"}
 THREE_CLASSES = records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60)))
 BERT_CLASSES = huggingface("bert", model_type="bert", architectures=["BertForSequenceClassification"])
 ALONE = {"version": 1, "collective": "mine", "algorithm": "nothing", "ranks": 1, "chunks": 1, "sizes": [1]}
@@ -261,6 +263,11 @@ CASES: dict[str, list[Setup | str]] = {
         records("deep.jsonl", {"text": "fine"}, "[" * 200_000 + "]" * 200_000)
     ],
     "a record without its field": [records("other.jsonl", {"text": "fine"}, {"txt": "here"})],
+    "a conversation with an unknown role": [records("roles.jsonl", CHAT, {"messages": [*CHAT["messages"][:1], TYPO]})],
+    "a message without content": [records("content.jsonl", {"messages": [{"role": "user"}]})],
+    "conversations, and a tokenizer without a chat template": [records("chats.jsonl", CHAT)],
+    "conversations, and a tokenizer that motet would train": [records("chats.jsonl", CHAT)],
+    "conversations in which the assistant says nothing": [records("silent.jsonl", {"messages": CHAT["messages"][:1]})],
     "a field that is no text": [records("number.jsonl", {"text": 3})],
     "records without any text": [records("nothing.jsonl", {"text": ""}, {"text": None})],
     "a Parquet file that is none": [write("bad.parquet", "words")],
@@ -303,6 +310,20 @@ CASES: dict[str, list[Setup | str]] = {
     "resuming a checkpoint of an earlier version": [RUN, write(f"{NEWEST}/manifest.json", '{"step":4,"checksums":{}}')],
     "checkpoints of which one is damaged": [RUN, cut(f"{NEWEST}/*.safetensors")],
     "checkpoints that are not there": [write("notes/text.txt")],
+    "an export to a folder that is not empty": [RUN, write("notes/text.txt")],
+    "an export of a checkpoint that is not there": [write("notes/text.txt")],
+    "an export of a checkpoint without its run": [RUN, remove("run/job.toml")],
+    "an export of a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.safetensors")],
+    "an export in an unknown dtype": [RUN],
+    "an export with a size that is no number": [RUN],
+    "an export of adapters that the job does not have": [RUN],
+    "an export of a model that transformers has not": [
+        RUN,
+        edit("run/job.toml", "rotary_fraction = 1.0", "rotary_fraction = 0.5"),
+    ],
+    "weights of a model with other sizes": [huggingface("llama")],
+    "weights of a family that motet's decoder does not compute": [huggingface("gemma", model_type="gemma")],
+    "adapters of another kind": [records("lora/adapter_config.json", {"peft_type": "LORA", "r": 8, "use_dora": True})],
     "a pattern that matches no tensor": [RUN],
     "two steps that are compared": [RUN],
     "the mean of one checkpoint": [RUN],

@@ -61,3 +61,12 @@ def test_show_what_is_not_there_or_damaged(tmp_path: Path) -> None:
     assert "xxx" not in run("show", tmp_path / "out").splitlines()[0]
     with pytest.raises(InputError, match=r"00000\.bin or its \.docs has changed; build the corpus again"):
         run("show", tmp_path / "out", "--verify")
+
+
+def test_show_marks_the_tokens_that_count(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_text('{"prompt": "2 + 2 =", "answer": " 4"}\n')
+    run("build", source, "--out", out, "--tokenizer", "bytes")
+    assert "those in {+ +} count in the loss:\n\n2 + 2 ={+ 4<|end|>+}" in run("show", out)
+    parts = json.loads(run("show", out, "--json"))["sample_parts"]
+    assert parts == [{"text": "2 + 2 =", "target": False}, {"text": " 4<|end|>", "target": True}]

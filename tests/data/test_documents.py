@@ -80,7 +80,11 @@ def test_lines_are_counted_from_the_start_of_the_file(tmp_path: Path, monkeypatc
     [
         ('{"body": "x", "id": 1}', False, "a.jsonl:1: the record has neither the field 'text' nor both 'prompt' and"),
         ('{"prompt": "x"}', False, "a.jsonl:1: the record has neither the field 'text' nor both 'prompt' and 'answer'"),
-        ("{}", False, "a.jsonl:1: the record has neither the field 'text' nor both 'prompt' and 'answer', only none"),
+        (
+            "{}",
+            False,
+            "a.jsonl:1: the record has neither the field 'text' nor both 'prompt' and 'answer' nor 'messages'",
+        ),
         ("[1, 2]", False, "a.jsonl:1: a record is an object with fields, not [1, 2]"),
         ('{"text": ["x"]}', False, "a.jsonl:1: field 'text' is [\"x\"], not a text"),
         ('{"text": "x"', False, "a.jsonl:1: not valid JSON"),

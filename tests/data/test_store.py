@@ -49,7 +49,7 @@ def test_damage_of_every_kind(folder: Path) -> None:
     ("values", "message"),
     [
         ({"format": "other"}, r"holds no corpus built by `motet data build` \(no manifest\.json"),
-        ({"version": 7}, "is of format version 7, this motet reads 1; build it again"),
+        ({"version": 7}, "is of format version 7, this motet reads 2; build it again"),
         ({"shards": [{"tokens": 1}]}, r"manifest\.json is damaged"),
         ({"tokens": None}, r"manifest\.json is damaged \(tokens: Field required\)"),
     ],

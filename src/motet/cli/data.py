@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -14,12 +16,13 @@ from motet.core.units import format_count
 from motet.monitor.stdout_stderr import print_json, stdout_console
 
 if TYPE_CHECKING:
+    from motet.data.corpus.token_store import TokenStore
     from motet.data.settings import DataSettings, DataSourceSettings
 
 data_app = Typer(cls=CommandGroup, help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
-_OPTIONS = ("objective", "text_field", "prompt_field", "answer_field", "label_field")
-_SHOWN_TOKENS = 100
+_OPTIONS = ("objective", "text_field", "prompt_field", "answer_field", "messages_field", "label_field")
+_SHOWN_TOKENS, _SHOWN_MASKED_TOKENS = 100, 1000  # A conversation may begin with a long prompt
 
 
 @data_app.command("build")
@@ -36,6 +39,7 @@ def build_command(
 ) -> None:
     """Turn text into tokens. The same command continues an interrupted build."""
     from motet.data.corpus.prepare import build_corpus_folder
+    from motet.data.corpus.token_store import describe_skipped
 
     fields, settings = _parse_settings(source, options or [], tokenizer, workers=workers)
     with show_progress() as progress:
@@ -44,8 +48,10 @@ def build_command(
         print_json(manifest.to_json())
     else:
         size = f"{format_count(manifest.documents)} documents, {format_count(manifest.tokens)} tokens"
+        left_out = describe_skipped(manifest.skipped)
         stdout_console().print(
             f"{out}: {size} of a vocabulary of {manifest.vocab_size}; corpus hash {manifest.corpus_hash}"
+            + (f"; left out {left_out}" if left_out else "")
         )
 
 
@@ -56,23 +62,42 @@ def show_command(
     verify: Annotated[bool, Option(help="Read everything and compare checksums.")] = False,
     json: Annotated[bool, Option("--json", help="Print the manifest and the sample as JSON.")] = False,
 ) -> None:
-    """Print the manifest of a built folder, and the start of its first document as text."""
+    """Print the manifest of a built folder, and the start of its first document as text, with the tokens that count in
+    the loss as {+text+} where some do not."""
+    from rich.text import Text
+
     from motet.data.corpus.prepare import load_corpus_tokenizer
     from motet.data.corpus.token_store import check_undamaged, open_built_corpus, read_corpus_manifest
 
     manifest = read_corpus_manifest(folder)
     check_undamaged(folder, manifest, checksums=verify)
     store = open_built_corpus(folder)
-    ids = store.read(0, min(_SHOWN_TOKENS, int(store.documents["length"][0]))).tolist()
-    sample = load_corpus_tokenizer(folder)[1].decode(ids)
+    shown = min(_SHOWN_MASKED_TOKENS if store.loss_mask else _SHOWN_TOKENS, int(store.documents["length"][0]))
+    ids, tokenizer = store.read(0, shown).tolist(), load_corpus_tokenizer(folder).tokenizer
+    parts = [(is_target, tokenizer.decode(part)) for is_target, part in _split_by_target(store, ids)]
     if json:
-        print_json({**manifest.to_json(), "sample": sample})
+        masked = [{"text": text, "target": is_target} for is_target, text in parts]
+        shown_parts = {"sample_parts": masked} if store.loss_mask else {}
+        print_json({**manifest.to_json(), "sample": tokenizer.decode(ids), **shown_parts})
         return
     facts = {**manifest.to_json(), "shards": len(manifest.shards)}
     print_lines(*table_lines(((name, str(value)) for name, value in facts.items()), right=[0]))
     screen = stdout_console()
-    screen.print(f"\nThe first {len(ids)} tokens of the first document:\n", style="bold")
+    legend = "; those in {+ +} count in the loss" if store.loss_mask else ""
+    screen.print(f"\nThe first {len(ids)} tokens of the first document{legend}:\n", style="bold", markup=False)
+    sample = Text()
+    for is_target, text in parts:
+        marked = is_target and store.loss_mask
+        sample.append(f"{{+{text}+}}" if marked else text, "bold green" if marked else "")
     screen.print(sample, highlight=False)
+
+
+def _split_by_target(store: TokenStore, ids: list[int]) -> Iterator[tuple[bool, list[int]]]:
+    """Runs of the first tokens of the first document, which are all targets or none."""
+    counts = store.read_targets(0, len(ids)).tolist()
+    first_target = int(store.documents["skip"][0])
+    for is_target, run in groupby(range(len(ids)), lambda i: i >= first_target and counts[i]):
+        yield is_target, [ids[i] for i in run]
 
 
 def _parse_settings(

@@ -21,6 +21,8 @@ class DataSourceSettings(FrozenSettings):
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     """A record with both of these is fine-tuning data: only the answer is a target."""
+    messages_field: str = "messages"
+    """A record with this field, or with `conversations`, is a conversation: only the assistant's turns are targets."""
     label_field: str = "label"
     """The class of a record, a whole number from 0; read only for the objective `classify`."""
 

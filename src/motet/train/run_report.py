@@ -66,6 +66,7 @@ class RunReport:
         numerics = numerics_remark(job.precision, parts.group.device)
         bubble = bubble_warning(parts.layout, job.data.batch_sequences)
         remarks = [parts.model.remark, numerics, *splits, bubble, self._shortness_warning(), self._warning_about_peak]
+        remarks += parts.data.samples.remarks
         for text in [*filter(None, remarks), *resume_point.remarks, *slow_matmul_warnings(self.device)]:
             self.monitor.on_event(WarningIssued(text=text))
 

@@ -6,7 +6,7 @@ are read while they are written, so a few hundred megabytes are in memory.
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,16 @@ class DcpExport:
 
     checkpoint: CheckpointReader
     param_groups: Sequence[Mapping[str, Any]] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)  # Another name of a parameter -> its name
+    tied_names: Sequence[Sequence[str]] = ()  # Names of the same parameter, of which the checkpoint has some
 
     @cached_property
     def names(self) -> dict[str, str]:
         """Torch's name -> that in the checkpoint."""
         names = torch_names(self.checkpoint.names)
-        tied = {f"model.{alias}": names[f"model.{name}"] for alias, name in self.aliases.items()}
-        return names | {key: name for key, name in tied.items() if key not in names}
+        for tied in ([f"model.{name}" for name in each] for each in self.tied_names):
+            stored = [names[key] for key in tied if key in names]
+            names = dict.fromkeys(tied, stored[0]) | names if stored else names
+        return names
 
     @cached_property
     def values(self) -> dict[str, tuple[tuple[str | int, ...], Any]]:

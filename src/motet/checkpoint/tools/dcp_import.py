@@ -69,7 +69,7 @@ class DcpSource:
         return [chunk.box for chunk in tensor.chunks] if tensor else None
 
 
-def read_dcp_chunk(folder: Path, name: str, tensor: DcpTensor, chunk: StoredChunk) -> Tensor:
+def read_dcp_chunk(folder: Path, name: str, *, tensor: DcpTensor, chunk: StoredChunk) -> Tensor:
     """The elements of a chunk; everything of it is in memory."""
     with refuse_dcp_damage(folder):
         content = read_chunk_bytes(folder, chunk)
@@ -104,7 +104,7 @@ class DcpBoxReader:
         )
         if self._last is None or self._last[:2] != (name, chunk):
             self._last = None  # Frees it before the next is read
-            self._last = name, chunk, read_dcp_chunk(self._source.folder, name, tensor, chunk)
+            self._last = name, chunk, read_dcp_chunk(self._source.folder, name, tensor=tensor, chunk=chunk)
         return self._last[2][box_slices(box, chunk.offsets)].to(dtype)
 
 
@@ -170,7 +170,7 @@ def _common_step(folder: Path, counts: Mapping[str, DcpTensor]) -> Tensor | None
         check_input(
             not tensor.shape and tensor.chunks, f"{folder}: {key} has shape {tensor.shape}, and must be one number"
         )
-        count = read_dcp_chunk(folder, key, tensor, tensor.chunks[0])
+        count = read_dcp_chunk(folder, key, tensor=tensor, chunk=tensor.chunks[0])
         check_input(
             not count.is_complex() and 0 <= count.item() < 2**53,
             f"{folder}: {key} is {count.item()}, and must be a count of steps",

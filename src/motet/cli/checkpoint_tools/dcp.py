@@ -29,7 +29,7 @@ def export_dcp_folder(run: Path, folder: Path) -> None:
     job = read_stored_job(run_folder) if (run_folder / JOB_FILE).is_file() else None
     if job is None:
         log(f"{checkpoint.path} is in no run, so the optimizer gets no groups of parameters")
-    export = DcpExport(checkpoint, _param_groups(checkpoint, job) if job else ())
+    export = DcpExport(checkpoint, _param_groups(checkpoint, job), _tied_names(job)) if job else DcpExport(checkpoint)
     with new_folder(folder, export.size_bytes):
         export_to_dcp(export, folder, report=byte_progress(f"writing {folder}", export.size_bytes))
     print_lines(f"{folder}: {len(export.names)} tensors at step {checkpoint.step}, {format_bytes(export.size_bytes)}")
@@ -45,6 +45,20 @@ def _param_groups(checkpoint: CheckpointReader, job: Job) -> list[dict[str, Any]
     optimizer = make_torch_optimizer([{"params": group, "weight_decay": settings.weight_decay}], settings)
     names = [name.removeprefix("master/") for name in checkpoint.names if name.startswith("master/")]
     return [{**optimizer.param_groups[0], "fused": None, "params": names}]
+
+
+def _tied_names(job: Job) -> list[list[str]]:
+    """The names of each tensor of the module. Code of the user, which would build the module, is not run."""
+    import torch
+
+    from motet.export.hf_module_export import tied_names
+    from motet.models.build import build_module
+    from motet.models.settings import UserModuleSettings
+
+    if isinstance(job.model, UserModuleSettings) and job.model.hf_path is None:
+        return []
+    with torch.device("meta"):
+        return tied_names(build_module(job.model, on_meta=True))
 
 
 def _open(path: Path) -> CheckpointReader:

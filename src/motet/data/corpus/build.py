@@ -18,10 +18,11 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -90,28 +91,43 @@ def build_shard(
 ) -> None:
     """Write NNNNN.bin, NNNNN.docs and the mark NNNNN.done; `advance` gets the bytes of text that were read."""
     tables, num_tokens, name = [np.empty(0, DOCUMENT_DTYPE)], 0, f"{shard_id:05}"
+    mask, skipped = _MaskBits(), Counter[str]()
     # An orphan of a killed build may write the same shard, so the name has the process id.
     scratch = folder / f"{name}.{os.getpid()}.tmp"
     with scratch.open("wb") as file:
-        for documents, bytes_read in _document_batches(plan, shard_id):
-            tokens, table = _tokenize(documents, tokenizer, plan.dtype)
+        for documents, bytes_read in _document_batches(plan, shard_id, skipped):
+            tokens, table, is_target = _tokenize(documents, tokenizer, plan.dtype, skipped=skipped)
             file.write(tokens.tobytes())
+            mask.append(is_target)
+            mask.is_needed |= any(document.conversation for document in documents)
             num_tokens += len(tokens)
             tables.append(table)
             advance(bytes_read)
     table = np.concatenate(tables)
     scratch.replace(folder / f"{name}.bin")
+    (folder / f"{name}.mask").unlink(missing_ok=True)  # A damaged build may have left one
+    if mask.is_needed:
+        scratch.write_bytes(mask.packed())
+        scratch.replace(folder / f"{name}.mask")
     scratch.write_bytes(table.tobytes())
     scratch.replace(folder / f"{name}.docs")
-    entry = CorpusShardEntry(documents=len(table), tokens=num_tokens, checksum=shard_checksum(folder, shard_id))
+    checksum = shard_checksum(folder, shard_id)
+    entry = CorpusShardEntry(len(table), num_tokens, checksum, has_mask=mask.is_needed, skipped=dict(skipped))
     write_json_atomically(folder / f"{name}.done", asdict(entry))
 
 
-def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[list[TextDocument], int]]:
+def _count_skip(skipped: Counter[str], reason: str) -> None:
+    skipped[reason] += 1
+
+
+def _document_batches(
+    plan: CorpusBuildPlan, shard_id: int, skipped: Counter[str]
+) -> Iterator[tuple[list[TextDocument], int]]:
     batch: list[TextDocument] = []
     characters = bytes_read = 0
     for file_range in plan.shards[shard_id]:
-        for document in read_documents(file_range, plan.fields, plan.labelled):
+        on_skip = partial(_count_skip, skipped)
+        for document in read_documents(file_range, plan.fields, plan.labelled, on_skip=on_skip):
             batch.append(document)
             characters += len(document.text)
             if characters >= _CHARACTERS_PER_BATCH:
@@ -121,10 +137,34 @@ def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[li
     yield batch, bytes_read
 
 
-def _tokenize(documents: list[TextDocument], tokenizer: Tokenizer, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _tokenize(
+    documents: list[TextDocument], tokenizer: Tokenizer, dtype: str, *, skipped: Counter[str]
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+    """The tokens of the documents, their table, and which tokens are targets."""
+    bodies = _encode_texts(documents, tokenizer)
+    chats = [row for row, document in enumerate(documents) if document.conversation]
+    if chats:
+        conversations = [each for row in chats if (each := documents[row].conversation)]
+        for row, encoded in zip(chats, tokenizer.chat.encode(conversations), strict=True):
+            bodies[row] = (encoded.tokens, encoded.is_target)
+    table = np.zeros(len(documents), DOCUMENT_DTYPE)
+    for row, (document, (body, is_target)) in enumerate(zip(documents, bodies, strict=True)):
+        first_target = int(is_target.argmax()) if document.conversation else len(body) - int(is_target.sum())
+        # The hash of the content makes equal documents fall into the same split.
+        content = hashlib.blake2b(f"{document.prompt or ''}\0{document.text}".encode(), digest_size=8).digest()
+        table[row] = (len(body), int.from_bytes(content, "little"), first_target, document.label)
+    kept = [row for row, (_, is_target) in enumerate(bodies) if is_target.any()]
+    skipped.update({"without a token of the assistant": len(bodies) - len(kept)} if len(kept) < len(bodies) else {})
+    tokens = np.fromiter(chain.from_iterable(bodies[row][0] for row in kept), np.dtype(dtype).newbyteorder("<"))
+    return tokens, table[kept], np.concatenate([np.empty(0, np.bool_), *(bodies[row][1] for row in kept)])
+
+
+def _encode_texts(documents: list[TextDocument], tokenizer: Tokenizer) -> list[tuple[list[int], NDArray[np.bool_]]]:
+    """The tokens of each text after its prompt, and which are targets; none for a conversation."""
     parts = [
         (row, is_prompt, part)
         for row, document in enumerate(documents)
+        if not document.conversation
         for is_prompt, text in ((True, document.prompt or ""), (False, document.text))
         for part in _split_long_text(text)
     ]
@@ -133,13 +173,26 @@ def _tokenize(documents: list[TextDocument], tokenizer: Tokenizer, dtype: str) -
     for (row, is_prompt, _), ids in zip(parts, tokenizer.encode_batch([part for *_, part in parts]), strict=True):
         bodies[row] += ids
         skips[row] += len(ids) if is_prompt else 0
-    table = np.empty(len(documents), DOCUMENT_DTYPE)
-    for row, document in enumerate(documents):
-        bodies[row].append(tokenizer.end_id)
-        # The hash of the content makes equal documents fall into the same split.
-        content = hashlib.blake2b(f"{document.prompt or ''}\0{document.text}".encode(), digest_size=8).digest()
-        table[row] = (len(bodies[row]), int.from_bytes(content, "little"), skips[row], document.label)
-    return np.fromiter(chain.from_iterable(bodies), dtype=np.dtype(dtype).newbyteorder("<")), table
+    for body in bodies:
+        body.append(tokenizer.end_id)
+    return [(body, np.arange(len(body)) >= skip) for body, skip in zip(bodies, skips, strict=True)]
+
+
+class _MaskBits:
+    """The mask of a shard, in bits."""
+
+    def __init__(self) -> None:
+        self.is_needed = False  # Whether some conversation has targets that a document's table cannot describe
+        self._bytes, self._rest = list[NDArray[np.uint8]](), np.empty(0, np.bool_)
+
+    def append(self, is_target: NDArray[np.bool_]) -> None:
+        bits = np.concatenate([self._rest, is_target])
+        full = len(bits) // 8 * 8
+        self._bytes.append(np.packbits(bits[:full], bitorder="little"))
+        self._rest = bits[full:]
+
+    def packed(self) -> bytes:
+        return np.concatenate([*self._bytes, np.packbits(self._rest, bitorder="little")]).tobytes()
 
 
 def _split_long_text(text: str) -> list[str]:
@@ -383,7 +436,9 @@ def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> 
     if not any(shard.documents for shard in shards):
         delete_corpus_files(out)
         out.rmdir()
-        raise InputError(f"data source {spec.corpus.name!r} is empty: it holds no document with text")
+        reasons = token_store.describe_skipped(sum((Counter(shard.skipped) for shard in shards), Counter[str]()))
+        problem = f"it holds only {reasons}" if reasons else "it holds no document with text"
+        raise InputError(f"data source {spec.corpus.name!r} is empty: {problem}")
     table = np.concatenate([np.fromfile(out / f"{i:05}.docs", token_store.DOCUMENT_DTYPE) for i in range(len(shards))])
     manifest = CorpusManifest(
         source=spec.corpus.name,
@@ -395,7 +450,7 @@ def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> 
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         corpus_hash=hashlib.blake2b(table["hash"].tobytes(), digest_size=16).hexdigest(),
-        loss_mask=bool(table["skip"].any()),
+        loss_mask=bool(table["skip"].any()) or any(shard.has_mask for shard in shards),
         classes=int(table["label"].max()) + 1,
         shards=tuple(shards),
     )

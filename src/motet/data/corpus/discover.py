@@ -2,7 +2,7 @@
 Ranges depend on the files alone; they let many processes share a large file and an interrupted build continue.
 
 The documents of a file range: a text file is one, as is a record of JSONL, Parquet or a dataset.
-A record with a prompt and an answer is fine-tuning data. Errors name the file and line.
+A record with messages, or with a prompt and an answer, is fine-tuning data. Errors name the file and line.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from motet.core.errors import InputError, check_input
 from motet.core.text_files import parse_json
+from motet.data.corpus.chat import Conversation, ConversationError, UntrainableConversationError, parse_conversation
 from motet.data.settings import DataSourceSettings
 
 FileFormat = Literal["text", "jsonl", "parquet", "hf"]
@@ -182,19 +183,34 @@ def _glob_files(pattern: Path) -> list[Path]:
     return [path for path in files if not any(part.startswith(".") for part in path.relative_to(base).parts)]
 
 
+WITHOUT_TEXT = "without text"  # Why a document is left out that is nothing else
+
+
 @dataclass(frozen=True, slots=True)
 class TextDocument:
-    """A text, after a prompt that is not a target, and its class."""
+    """A text, after a prompt that is not a target, and its class; or a conversation."""
 
-    text: str
+    text: str  # That of a conversation is its messages as JSON, by which equal ones are known
     prompt: str | None = None
     label: int = -1
+    conversation: Conversation | None = None
+    skipped: str = ""  # Why the document is left out
 
 
-def read_documents(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> Iterator[TextDocument]:
-    """The documents of a range in order, without empty ones."""
+def read_documents(
+    file_range: FileRange,
+    fields: DataSourceSettings,
+    has_labels: bool,
+    *,
+    on_skip: Callable[[str], None] = lambda reason: None,
+) -> Iterator[TextDocument]:
+    """The documents of a range in order. Those without text are left out: `on_skip` gets the reason for each."""
     try:
-        yield from (document for document in _read_file_range(file_range, fields, has_labels) if document.text)
+        for document in _read_file_range(file_range, fields, has_labels):
+            if document.text:
+                yield document
+            else:
+                on_skip(document.skipped or WITHOUT_TEXT)
     except OSError as error:
         raise InputError(f"cannot read {file_range.path}: {error.strerror or first_printable_line(error)}") from None
 
@@ -207,7 +223,8 @@ def _read_file_range(file_range: FileRange, fields: DataSourceSettings, has_labe
         yield TextDocument(Path(file_range.path).read_bytes().decode("utf-8", "replace"))
         return
     labels = [fields.label_field] if has_labels else []
-    columns = [fields.text_field, fields.prompt_field, fields.answer_field, *labels]
+    chats = [] if has_labels else [fields.messages_field, *_CHAT_FIELDS]
+    columns = [fields.text_field, fields.prompt_field, fields.answer_field, *chats, *labels]
     records = {"jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf_dataset}[file_range.format]
     for location, record in records(file_range, columns):
         if not isinstance(record, dict):
@@ -290,6 +307,9 @@ def _python_values(path: str, rows: str, read: Callable[[], Any]) -> Any:
         raise InputError(f"{path}, {rows}: a value cannot be read: {error}; write it again, texts as UTF-8") from None
 
 
+_CHAT_FIELDS = ("conversations", "tools")
+
+
 def _existing_columns(names: list[str], columns: list[str]) -> list[str]:
     return [name for name in names if name in columns] or names
 
@@ -299,15 +319,29 @@ def _parse_document(
 ) -> TextDocument:
     label = _parse_label(record, fields.label_field, location) if has_labels else -1
     text, prompt, answer = fields.text_field, fields.prompt_field, fields.answer_field
+    messages = next((name for name in (fields.messages_field, _CHAT_FIELDS[0]) if record.get(name) is not None), None)
+    if not has_labels and messages:
+        return _parse_chat(record, messages, location)
     if not has_labels and prompt in record and answer in record:
         return TextDocument(_parse_text(record, answer, location), _parse_text(record, prompt, location))
     if text not in record:
         only = ", ".join(map(repr, record)) or "none"
         raise InputError(
-            f"{location}: the record has neither the field {text!r} nor both {prompt!r} and {answer!r}, only {only}; "
-            "name yours with text_field (in data.mixture, or text_field=NAME for `motet data build`)"
+            f"{location}: the record has neither the field {text!r} nor both {prompt!r} and {answer!r} nor "
+            f"{fields.messages_field!r}, only {only}; name yours with text_field or messages_field (in data.mixture, "
+            "or text_field=NAME for `motet data build`)"
         )
     return TextDocument(_parse_text(record, text, location), label=label)
+
+
+def _parse_chat(record: dict[str, Any], field: str, location: SourceRecordLocation) -> TextDocument:
+    try:
+        conversation = parse_conversation(record[field], record.get("tools"), location)
+    except UntrainableConversationError as error:
+        return TextDocument("", skipped=str(error))
+    except ConversationError as error:
+        raise InputError(f"{location}: field {field!r} {error}; correct or remove this record") from None
+    return TextDocument(conversation.to_json(), conversation=conversation)
 
 
 def _parse_text(record: dict[str, Any], field: str, location: SourceRecordLocation) -> str:

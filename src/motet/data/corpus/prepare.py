@@ -14,7 +14,7 @@ from motet.cluster.host_limits import usable_cores
 from motet.core.errors import InputError, check_input
 from motet.data.corpus import token_store
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
-from motet.data.corpus.discover import SourceFileRanges, discover_corpus, read_documents
+from motet.data.corpus.discover import SourceFileRanges, TextDocument, discover_corpus, read_documents
 from motet.data.corpus.token_store import CorpusKind, CorpusManifest, PreparedCorpus, PreparedData, find_megatron_prefix
 from motet.data.corpus.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 from motet.data.samples.dataset import NUM_CLASSES, check_synthetic_source, open_mixture_dataset, open_token_store
@@ -68,6 +68,13 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
         classes = max(classes, NUM_CLASSES if is_synthetic else open_token_store(source.kind, location).classes)
     train_samples = open_mixture_dataset(tuple(corpora), settings, tokenizer, seed=0).count("train")
     return PreparedData(tuple(corpora), tokenizer_spec, sentinels, tokenizer.vocab_size, classes, train_samples)
+
+
+def find_tokenizer(settings: DataSettings, progress: ProgressCallback | None = None) -> LoadedTokenizer:
+    """The tokenizer of a job, which is trained again if it is not in the cache any more."""
+    sources = [resolve_source(source, settings) for source in settings.sources()]
+    cache = Path(settings.cache or "~/.cache/motet").expanduser()
+    return _resolve_tokenizer(settings, sources, cache, progress=progress or (lambda activity, done, total: None))
 
 
 def find_data(settings: DataSettings) -> tuple[int | None, int | None]:
@@ -134,12 +141,20 @@ def tokenizer_from_settings(
         for corpus, fields in corpora
         for file_range in corpus.file_ranges[:: -(-corpus.size // _MAX_TRAINING_BYTES)]
         for document in read_documents(file_range, fields, settings.objective == "classify")
-        for text in (document.prompt or "", document.text)
+        for text in _training_texts(document, spec)
     )
     progress("training the tokenizer", 0, total)
     tokenizer = train_bpe(texts, size, sentinels)
     progress("training the tokenizer", total, total)
     return LoadedTokenizer(spec, tokenizer, sentinels)
+
+
+def _training_texts(document: TextDocument, spec: str) -> tuple[str, str]:
+    if document.conversation:
+        problem = f"is trained on text and has no chat template, but {document.conversation.location} is a conversation"
+        remedy = "give the folder of a Hugging Face tokenizer with a chat template"
+        raise InputError(f"data.tokenizer = {spec!r} {problem}; {remedy}")
+    return document.prompt or "", document.text
 
 
 def _resolve_tokenizer(

@@ -1,6 +1,7 @@
 """The folder of a built corpus, read through memory maps: manifest.json (unfinished without it), a tokenizer, shards.
 NNNNN.bin holds the tokens of a shard as little-endian uint16 or uint32; NNNNN.docs holds one `DOCUMENT_DTYPE` record
-for each document, in the same order.
+for each document, in the same order. A shard with conversations has NNNNN.mask with a bit for each token, the lowest of
+a byte first: whether the token is a target.
 
 Reading corpora in Megatron's format: PREFIX.bin with tokens, PREFIX.idx with the lengths of its sequences.
 The index holds 9 bytes magic, version (uint64), dtype code of the tokens (uint8), and the numbers of sequences and
@@ -12,9 +13,10 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,14 +26,18 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from motet.core.errors import InputError, check_input
 from motet.core.text_files import parse_json
+from motet.data.corpus.discover import WITHOUT_TEXT
 from motet.data.samples.shuffle_and_mix import derive_keys
 
-CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
+CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 2
 
 # Tokens; hash of the content, which decides the split; tokens at the start that are not targets; class, or -1.
 DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), ("label", "<i4")])
 
-_CORPUS_FILE_NAMES = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
+_CORPUS_FILE_NAMES = re.compile(
+    r"(manifest|plan|tokenizer|tokenizer_config|special_tokens_map|config)\.json|chat_template\.jinja|"
+    r"\d{5,}\.(bin|docs|mask|done)|.*\.tmp"
+)
 
 TokenDtype = Literal["uint16", "uint32"]
 CorpusKind = Literal["built", "megatron", "synthetic"]
@@ -65,6 +71,8 @@ class CorpusShardEntry:
     documents: NonNegativeInt
     tokens: NonNegativeInt
     checksum: str
+    has_mask: bool = False  # Whether it has a .mask
+    skipped: dict[str, NonNegativeInt] = field(default_factory=dict)  # Records that were left out, by the reason
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,23 @@ class CorpusManifest:
     documents: NonNegativeInt
     tokens: NonNegativeInt
     corpus_hash: str  # Hash of the documents' contents, regardless of file names
-    loss_mask: bool  # Whether some tokens are not targets: prompts of fine-tuning data
+    loss_mask: bool  # Whether some tokens are not targets, as in fine-tuning data
     classes: NonNegativeInt  # The largest label plus 1; 0 without labels
     shards: tuple[CorpusShardEntry, ...]
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Records that were left out, by the reason."""
+        return dict(sum((Counter(shard.skipped) for shard in self.shards), Counter[str]()))
+
     def to_json(self) -> dict[str, Any]:
-        return {"format": CORPUS_FORMAT, "version": CORPUS_FORMAT_VERSION, **asdict(self)}
+        values = asdict(self)
+        for shard in values["shards"]:  # Most have neither
+            if not shard["has_mask"]:
+                del shard["has_mask"]
+            if not shard["skipped"]:
+                del shard["skipped"]
+        return {"format": CORPUS_FORMAT, "version": CORPUS_FORMAT_VERSION, **values}
 
 
 _MANIFEST_SCHEMA = TypeAdapter(CorpusManifest)
@@ -102,6 +121,8 @@ class TokenStore:
     loss_mask: bool
     classes: int
     fingerprint: str
+    masks: tuple[NDArray[np.uint8] | None, ...] = ()  # For each file, a bit for each token that is a target
+    skipped: dict[str, int] = field(default_factory=dict)  # Records that its build left out, by the reason
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """`count` tokens from position `start` of the stream."""
@@ -110,6 +131,21 @@ class TokenStore:
         tokens = self.files[file][begin : begin + count]
         rest = count - len(tokens)
         return np.concatenate([tokens, self.read(start + len(tokens), rest)]) if rest else tokens
+
+    @property
+    def has_masks(self) -> bool:
+        return any(mask is not None for mask in self.masks)
+
+    def read_targets(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Which of `count` tokens from position `start` may be targets, by the masks; prompts have none."""
+        file = int(self.first_token.searchsorted(start, "right")) - 1
+        begin, length = start - int(self.first_token[file]), int(self.first_token[file + 1]) - start
+        here, mask = min(count, length), self.masks[file] if self.masks else None
+        targets = np.ones(here, np.bool_)
+        if mask is not None:
+            bits = np.unpackbits(mask[begin // 8 : -(-(begin + here) // 8)], bitorder="little")
+            targets = bits[begin % 8 : begin % 8 + here].astype(np.bool_)
+        return np.concatenate([targets, self.read_targets(start + here, count - here)]) if count > here else targets
 
 
 def is_built_corpus(folder: Path) -> bool:
@@ -154,7 +190,31 @@ def open_built_corpus(folder: Path) -> TokenStore:
         loss_mask=manifest.loss_mask,
         classes=manifest.classes,
         fingerprint=hashlib.blake2b(checksums.encode(), digest_size=16).hexdigest(),
+        masks=tuple(
+            map_bytes(folder / f"{i:05}.mask", mask_bytes(shard.tokens)) if shard.has_mask else None
+            for i, shard in enumerate(manifest.shards)
+        ),
+        skipped=manifest.skipped,
     )
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """Records that a build left out, in words; empty texts alone are not worth a word."""
+    if not set(skipped) - {WITHOUT_TEXT}:
+        return ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+    total = sum(skipped.values())
+    return f"{total} record{'s' * (total != 1)} ({reasons})"
+
+
+def mask_bytes(tokens: int) -> int:
+    """The size of the mask of this number of tokens."""
+    return -(-tokens // 8)
+
+
+def map_bytes(path: Path, count: int) -> NDArray[np.uint8]:
+    """The bytes of a file, memory-mapped."""
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r", shape=(count,)))
 
 
 def map_tokens(path: Path, dtype: str, count: int) -> NDArray[Any]:
@@ -169,6 +229,7 @@ def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str 
     width = np.dtype(manifest.dtype).itemsize
     for shard_id, shard in enumerate(manifest.shards):
         sizes = {".bin": shard.tokens * width, ".docs": shard.documents * DOCUMENT_DTYPE.itemsize}
+        sizes |= {".mask": mask_bytes(shard.tokens)} if shard.has_mask else {}
         for suffix, expected in sizes.items():
             path = folder / f"{shard_id:05}{suffix}"
             if not path.is_file():
@@ -176,7 +237,8 @@ def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str 
             if (size := path.stat().st_size) != expected:
                 return f"{path} has {size} bytes where the manifest says {expected}"
         if checksums and shard_checksum(folder, shard_id) != shard.checksum:
-            return f"the content of {folder / f'{shard_id:05}.bin'} or its .docs has changed"
+            others = ".docs or .mask" if shard.has_mask else ".docs"
+            return f"the content of {folder / f'{shard_id:05}.bin'} or its {others} has changed"
     return None
 
 
@@ -187,9 +249,11 @@ def check_undamaged(folder: Path, manifest: CorpusManifest, checksums: bool) -> 
 
 
 def shard_checksum(folder: Path, shard_id: int) -> str:
-    """A hash of the tokens and the documents of a shard."""
+    """A hash of the tokens, the documents and the mask of a shard."""
     digest = hashlib.blake2b(digest_size=16)
-    for suffix in (".bin", ".docs"):
+    for suffix in (".bin", ".docs", ".mask"):
+        if suffix == ".mask" and not (folder / f"{shard_id:05}.mask").exists():
+            continue
         with (folder / f"{shard_id:05}{suffix}").open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)

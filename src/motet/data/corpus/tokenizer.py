@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from motet.core.errors import InputError, check_input
 from motet.core.text_files import parse_json
+from motet.data.corpus.chat import ChatTokenizer, load_chat_tokenizer
 from motet.data.corpus.discover import first_printable_line
 from motet.data.settings import NUM_SENTINELS
 
@@ -25,6 +26,13 @@ _KNOWN_MASK_TOKENS = (MASK_TOKEN, "[MASK]", "<mask>")
 _KNOWN_PAD_TOKENS = (PAD_TOKEN, "[PAD]", "<pad>")
 
 
+# Files next to tokenizer.json that decide how transformers loads it and renders conversations.
+_COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "config.json")
+_KEYS_OF_CONFIG = ("model_type", "tokenizer_class")  # The keys that transformers reads of a model's config.json
+# Values of tokenizer_config.json that change the text or the tokens of a conversation.
+_KEYS_OF_CHATS = ("chat_template", "tokenizer_class", "add_prefix_space", "legacy")
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer whose special tokens are known."""
@@ -35,6 +43,9 @@ class Tokenizer:
     mask_id: int | None  # The token of masked-token training
     sentinel_ids: tuple[int, ...]  # Replace spans
     is_byte_level: bool = False  # A token is a byte, so encoding needs no library (measured: 1 MB/s with it)
+    name: str = ""  # The value of data.tokenizer, for messages
+    folder: Path | None = None  # Where tokenizer.json lies, if it is a file of this name
+    companions: dict[str, str] = field(default_factory=dict)  # Files next to it, by name
 
     @cached_property
     def vocab_size(self) -> int:
@@ -66,23 +77,52 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     @cached_property
+    def _config(self) -> dict[str, Any]:
+        return _parse_config(self.companions.get("tokenizer_config.json", "{}"), "tokenizer_config.json")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.companions.get("chat_template.jinja") or self._config.get("chat_template"))
+
+    @cached_property
+    def chat(self) -> ChatTokenizer:
+        """The tokenizer as transformers has it, to render and tokenise conversations."""
+        check_input(
+            self.has_chat_template,
+            f"data.tokenizer = {self.name!r} has no chat template, which conversations need; give the folder of a "
+            "Hugging Face tokenizer with a chat_template.jinja, or with a chat_template in its tokenizer_config.json",
+        )
+        check_input(
+            self.folder,
+            f"data.tokenizer = {self.name!r}: transformers reads conversations with a file named tokenizer.json; "
+            "rename it, and give its folder",
+        )
+        assert self.folder is not None
+        return load_chat_tokenizer(self.folder)
+
+    @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the tokens of a text."""
+        """A hash of everything that decides the tokens of a text or a conversation."""
         parts = [self.backend.to_str(), self.end_id, self.pad_id, self.mask_id, self.sentinel_ids]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+        if self.has_chat_template:
+            values = {k: v for k, v in self._config.items() if k in _KEYS_OF_CHATS or k.endswith("_token")}
+            parts += [values, {k: v for k, v in self.companions.items() if k != "tokenizer_config.json"}]
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` and others read."""
+        """Write tokenizer.json and the files next to it, which `load_tokenizer` and others read."""
         special = {"eos_token": self.end_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
         names = {name: self.backend.id_to_token(token) for name, token in special.items() if token is not None}
-        (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
+        files = self.companions or {"tokenizer_config.json": json.dumps(names, indent=2) + "\n"}
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
     """The tokenizer `bytes` with this number of sentinels, or that of a tokenizer.json or its folder."""
     if spec == "bytes":
-        return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), is_byte_level=True)
+        return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), is_byte_level=True, name=spec)
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     remedy = "give bpe:SIZE, `bytes`, or the path of a tokenizer.json or its folder"
@@ -107,7 +147,10 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
     )
     backend.no_truncation()
     backend.no_padding()
-    return resolve_special_tokens(backend, _read_tokenizer_config(path), spec)
+    companions = _read_companions(path)
+    config = _parse_config(companions.get("tokenizer_config.json", "{}"), str(path.with_name("tokenizer_config.json")))
+    folder = path.parent if path.name == "tokenizer.json" else None
+    return replace(resolve_special_tokens(backend, config, spec), name=spec, folder=folder, companions=companions)
 
 
 def resolve_special_tokens(backend: Any, config: dict[str, Any], spec: str) -> Tokenizer:
@@ -155,7 +198,7 @@ def train_bpe(texts: Iterable[str], size: int, sentinels: int) -> Tokenizer:
     alphabet, names = sorted(pre_tokenizers.ByteLevel.alphabet()), special_token_names(sentinels)
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(texts, trainer=trainer)
-    return resolve_special_tokens(backend, {}, f"bpe:{size}")
+    return replace(resolve_special_tokens(backend, {}, f"bpe:{size}"), name=f"bpe:{size}")
 
 
 def _byte_backend(sentinels: int) -> Any:
@@ -171,12 +214,28 @@ def _byte_backend(sentinels: int) -> Any:
     return backend
 
 
-def _read_tokenizer_config(path: Path) -> dict[str, Any]:
-    config = path.with_name("tokenizer_config.json")
+def _read_companions(path: Path) -> dict[str, str]:
+    texts = {}
+    for name in _COMPANION_FILES:
+        file = path.with_name(name)
+        try:
+            if file.is_file():
+                texts[name] = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} cannot be read: {error}; copy it again") from None
+    if "config.json" in texts:
+        # Only what transformers chooses the class of a tokenizer by: a model's config is no part of a tokenizer.
+        values = _parse_config(texts.pop("config.json"), str(path.with_name("config.json")))
+        if kept := {key: values[key] for key in _KEYS_OF_CONFIG if isinstance(values.get(key), str)}:
+            texts["config.json"] = json.dumps(kept, indent=2) + "\n"
+    return texts
+
+
+def _parse_config(text: str, path: str) -> dict[str, Any]:
     try:
-        values = parse_json(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    except (ValueError, OSError) as error:
-        raise InputError(f"{config} is not valid JSON: {error}") from None
+        values = parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
     return values if isinstance(values, dict) else {}
 
 

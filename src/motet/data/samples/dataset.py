@@ -15,7 +15,14 @@ import numpy as np
 
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
-from motet.data.corpus.token_store import CorpusKind, PreparedCorpus, TokenStore, open_built_corpus, open_megatron
+from motet.data.corpus.token_store import (
+    CorpusKind,
+    PreparedCorpus,
+    TokenStore,
+    describe_skipped,
+    open_built_corpus,
+    open_megatron,
+)
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples import packing
 from motet.data.samples.packing import (
@@ -70,6 +77,10 @@ class SyntheticClassificationData:
     def fingerprint(self) -> str:
         return f"made:{self.rule}"
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return ()
+
     def count(self, split: str) -> int:
         return self.samples_per_split[split]
 
@@ -114,6 +125,7 @@ class PackedTokenSource:
     streams: dict[str, PackedTokenStream]
     max_training_samples: int | None
     tokenizer: Tokenizer
+    remarks: tuple[str, ...] = ()  # Records that are cut or left out, for the user
 
     @property
     def fingerprint(self) -> str:
@@ -124,7 +136,13 @@ class PackedTokenSource:
         return min(count, self.max_training_samples) if split == "train" and self.max_training_samples else count
 
     def rows(self, split: str, samples: IntArray) -> TokenWindows:
-        rows = packing.gather_windows(self.streams[split], samples, self.store.read, pad_id=self.tokenizer.pad_id)
+        rows = packing.gather_windows(
+            self.streams[split],
+            samples,
+            self.store.read,
+            pad_id=self.tokenizer.pad_id,
+            read_targets=self.store.read_targets if self.store.has_masks else None,
+        )
         last = self.tokenizer.vocab_size - 1
         remedy = f"but the tokenizer has only 0 to {last}; set data.tokenizer to the one that the corpus was made with"
         for token in (rows.tokens.max(initial=0), rows.tokens.min(initial=0)):
@@ -143,6 +161,11 @@ class MixtureDataset:
     def count(self, split: str) -> int:
         """Samples of a split over all corpora; for training, in one epoch."""
         return sum(source.count(split) for source in self.sources)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Records that are cut or left out, for the user."""
+        return [remark for source in self.sources for remark in source.remarks]
 
     def training_windows(self, positions: IntArray) -> TokenWindows:
         """The samples at these positions of the endless stream of training samples."""
@@ -206,9 +229,19 @@ def _open_packed_source(store: TokenStore, settings: DataSettings, tokenizer: To
     classify, records = objective == "classify", objective == "classify" or store.loss_mask
     no_classes = f"{store.name} has no classes; objective `classify` needs records with a label, built for it"
     check_input(store.classes or not classify, no_classes)
-    prompts = f"{store.name} holds prompts and answers, which data.objective = {objective!r} does not support"
+    kind = "conversations" if store.has_masks else "prompts and answers"
+    prompts = f"{store.name} holds {kind}, which data.objective = {objective!r} does not support"
     check_input(not store.loss_mask or objective not in ("masked", "spans"), f"{prompts}; use `causal`")
     splits = split_documents(store.documents, settings, has_records=records, window=width)
+    if store.loss_mask:
+        # A longer record loses its end, and one that loses all of its targets has nothing to learn.
+        splits = {name: part.take(part.skip < width) for name, part in splits.items()}
+        least = f"its first answer starts at token {int(store.documents['skip'].min()) + 1}; use a longer one"
+        check_input(
+            any(map(len, splits.values())),
+            f"data.sequence_length = {settings.sequence_length} ends before the first answer of each record of "
+            f"{store.name}: {least}",
+        )
     if records:
         streams = {n: packing.pack_records(part, width, one_per_window=classify) for n, part in splits.items()}
     else:  # training rows are full, and span corruption needs full rows
@@ -222,7 +255,23 @@ def _open_packed_source(store: TokenStore, settings: DataSettings, tokenizer: To
         f"{streams['train'].segments.length.sum()} tokens for training and one sample needs {width}; "
         "use a shorter sequence_length or more text",
     )
-    return PackedTokenSource(store, streams, settings.samples, tokenizer)
+    return PackedTokenSource(store, streams, settings.samples, tokenizer, _remarks_on_records(store, settings, width))
+
+
+def _remarks_on_records(store: TokenStore, settings: DataSettings, width: int) -> tuple[str, ...]:
+    """Records that the build left out, and those of fine-tuning data that a sample cannot hold."""
+    remarks, documents = [], store.documents
+    if reasons := describe_skipped(store.skipped):
+        remarks.append(f"{store.name} leaves out {reasons}")
+    cut = int((documents["length"] > width).sum()) if store.loss_mask else 0
+    if cut:
+        no_target = int((documents["skip"] >= width).sum())
+        left_out = f"; {no_target} of them, whose first answer comes later, are left out" if no_target else ""
+        remarks.append(
+            f"{cut} of {len(documents)} records of {store.name} are longer than data.sequence_length = "
+            f"{settings.sequence_length} and lose their end{left_out}"
+        )
+    return tuple(remarks)
 
 
 def dataset_fingerprint(

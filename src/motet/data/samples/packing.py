@@ -1,6 +1,6 @@
 """Documents packed into windows: the segments of a split form one stream, and a sample is a slice of it.
-Text is cut at a fixed stride, across documents. A window of records (prompt and answer, or text and class) holds as
-many whole ones as fit; a longer record loses its end.
+Text is cut at a fixed stride, across documents. A window of records (prompt and answer, conversations, or text and
+class) holds as many whole ones as fit; a longer record loses its end.
 
 Documents of the training, validation and test splits, by a hash of each, so that adding more moves none.
 An empty split of plain text gets the end of the longest training document; an empty split of records (prompt and
@@ -89,7 +89,7 @@ def _cut_tail(train: SplitTokenRanges, size: int, keep: int) -> tuple[SplitToken
 
 
 IntArray = NDArray[np.int64]
-TokenReader = Callable[[int, int], NDArray[Any]]  # `TokenStore.read`
+TokenReader = Callable[[int, int], NDArray[Any]]  # `TokenStore.read` or `TokenStore.read_targets`
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,15 @@ def _first_segments(ends: IntArray, width: int) -> list[int]:
     return firsts
 
 
-def gather_windows(stream: PackedTokenStream, samples: IntArray, read: TokenReader, *, pad_id: int) -> TokenWindows:
-    """The tokens of these samples, with the borders of documents in them."""
+def gather_windows(
+    stream: PackedTokenStream,
+    samples: IntArray,
+    read: TokenReader,
+    *,
+    pad_id: int,
+    read_targets: TokenReader | None = None,
+) -> TokenWindows:
+    """The tokens of these samples, with the borders of documents in them, and the tokens that may be targets."""
     borders, begin = stream.segment_borders, samples * stream.stride
     end = np.minimum(begin + stream.width, borders[-1])
     if stream.bounds is not None:
@@ -179,10 +186,15 @@ def gather_windows(stream: PackedTokenStream, samples: IntArray, read: TokenRead
     if stream.has_non_targets:
         segment_ids = np.minimum(first[:, None] + segment, last[:, None])
         eligible &= begin[:, None] + positions - borders[segment_ids] >= stream.segments.skip[segment_ids]
+    if read_targets is not None:
+        for targets, window_begin, length in zip(eligible, begin.tolist(), size.tolist(), strict=True):
+            in_mask = np.empty(length, np.bool_)
+            _copy_tokens(stream, window_begin, in_mask, read=read_targets)
+            targets[:length] &= in_mask
     return TokenWindows(tokens, size, segment, eligible, stream.segments.label[first])
 
 
-def _copy_tokens(stream: PackedTokenStream, begin: int, out: IntArray, *, read: TokenReader) -> None:
+def _copy_tokens(stream: PackedTokenStream, begin: int, out: NDArray[Any], *, read: TokenReader) -> None:
     run_begins, corpus_begins = stream.contiguous_runs
     run = int(run_begins.searchsorted(begin, "right")) - 1
     done, end = begin, begin + len(out)
