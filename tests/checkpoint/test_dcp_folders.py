@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import motet
 from checkpoint.forged import Evil, State, save_state
 from checkpoint.test_dcp_reader import make_training, state_of
-from checkpoint.test_save_and_load import STRANGE
+from checkpoint.test_saving import STRANGE
 from cli.test_checkpoint_tools import call, call_json
 from motet.checkpoint.tools import boxes, dcp_export
 from motet.checkpoint.tools.dcp_export import DcpExport, export_to_dcp

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -54,10 +54,10 @@ class RankRecord:
     file: str | None  # None: this rank writes no element
     size_bytes: Annotated[int, Field(ge=0)]
     chunks: TensorIndex
-    shapes: dict[str, list[int]]
-    dtypes: dict[str, str]
-    copied_bytes: int  # Bytes that were copied before an update could change them
-    stall_s: float  # In which updates waited for copies and writes
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    copied_bytes: int = 0  # Bytes that were copied before an update could change them
+    stall_s: float = 0.0  # In which updates waited for copies and writes
 
 
 _RECORD = TypeAdapter(RankRecord)
