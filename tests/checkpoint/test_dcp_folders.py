@@ -72,8 +72,8 @@ def test_torch_loads_an_export_strictly(
 
 
 def test_tensors_of_any_kind_are_exported_and_imported(tmp_path: Path) -> None:
-    state = {f"master/{name}": tensor.contiguous() for name, tensor in STRANGE.items() if tensor.is_floating_point()}
-    state |= {f"buffer/{name}": tensor for name, tensor in STRANGE.items() if not tensor.is_floating_point()}
+    tensors = {name: tensor.contiguous() for name, tensor in STRANGE.items() if name != "eight bits"}  # Never masters
+    state = {f"{'master' if t.is_floating_point() else 'buffer'}/{name}": t for name, t in tensors.items()}
     where = save_state(tmp_path / "run", 7, state)
     assert "is in no run" not in call("export", where, tmp_path / "out", "--to", "dcp")
     call("import-dcp", tmp_path / "out", tmp_path / "back", "--step", "7")
