@@ -330,6 +330,7 @@ CASES: dict[str, list[Setup | str]] = {
     "two steps that are compared": [RUN],
     "the mean of one checkpoint": [RUN],
     "a mean of a damaged checkpoint": [RUN, cut(f"{NEWEST}/*.safetensors")],
+    "a folder that dcp did not save": [write("notes/text.txt")],
     "a cast into a folder with files": [RUN, write("notes/text.txt")],
     "a folder without config.json": [write("llama/readme.md")],
     "an unknown model_type": [huggingface("llama", model_type="lama")],

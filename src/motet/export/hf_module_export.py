@@ -36,7 +36,7 @@ def module_without_memory(checkpoint: HuggingFaceCheckpoint, parameters: StoredP
     module = _build_on_meta(checkpoint)
     layers = frozenset(name for name, layer in module.named_modules() if is_conv1d(layer))
     aliases = dict[str, str]()
-    for names in _tied_names(module):
+    for names in tied_names(module):
         present = [name for name in names if parameters.has(name)]
         aliases |= {name: present[0] for name in names if present and name not in present}
     parameters = replace(parameters, aliases=aliases, transposed_layers=layers)
@@ -56,7 +56,7 @@ def _build_on_meta(checkpoint: HuggingFaceCheckpoint) -> Any:
         return build_hf_model(checkpoint, load_weights=False)
 
 
-def _tied_names(module: nn.Module) -> list[list[str]]:
+def tied_names(module: nn.Module) -> list[list[str]]:
     """All names of each tensor of the module's state."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -66,7 +66,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 def _differing_ties(module: nn.Module, parameters: StoredParameters) -> list[list[str]]:
     """The names of tied tensors that have several values in the checkpoint."""
-    tied = [names for names in _tied_names(module) if len(names) > 1]
+    tied = [names for names in tied_names(module) if len(names) > 1]
     is_merged = parameters.has_merged_adapter
     return [names for names in tied if any(map(is_merged, names)) or len([*filter(parameters.has, names)]) > 1]
 
