@@ -75,6 +75,7 @@ FOREIGN_PATHS: dict[tuple[str, str], str] = {
     ("*", "mymodel.py"): "a file of the reader, as are the next ones",
     ("docs/guide/*", "classify.py"): "",
     ("docs/guide/*", "model.py"): "",
+    ("docs/guide/hugging-face.md", "lora.py"): "",
     ("docs/guide/coming-from.md", "pretrain_gpt.py"): "a file of Megatron",
     ("docs/guide/symptoms.md", "torch/autograd/graph.py"): "a file of torch",
     ("docs/reference/bad-input.md", "models.py"): "a file of the reader",
@@ -83,9 +84,9 @@ FOREIGN_PATHS: dict[tuple[str, str], str] = {
 }
 # Settings of torchtitan, Megatron, DeepSpeed, transformers and Accelerate.
 _SETTINGS_OF_OTHERS = """FULL_SHARD HYBRID_SHARD PipelineModule SHARD_GRAD_OP activation_checkpointing
-data_parallel_replicate_degree data_parallel_shard_degree global_batch_size gradient_checkpointing local_batch_size
-mixed_precision_param pipeline_parallel_degree pipeline_parallel_schedule tensor_parallel_degree tp_plan
-train_batch_size zero_hpz_partition_size"""
+data_parallel_replicate_degree data_parallel_shard_degree fsdp_config global_batch_size gradient_checkpointing
+local_batch_size mixed_precision_param num_train_epochs pipeline_parallel_degree pipeline_parallel_schedule
+resume_from_checkpoint save_total_limit tensor_parallel_degree tp_plan train_batch_size zero_hpz_partition_size"""
 # Name -> whose it is, where no Python file of the project has it.
 FOREIGN_NAMES = {
     "NCCL_ALGO": "an environment variable of NCCL",

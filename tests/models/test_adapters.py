@@ -8,6 +8,7 @@ from small_models import SIZES, built
 from torch import nn
 
 from motet.models.adapters import add_adapters, freeze
+from motet.models.hf.peft_weights import DrawnAdapters
 from motet.models.settings import AdapterSettings, DecoderSettings
 from refusals import refused
 
@@ -60,7 +61,7 @@ def test_values_of_an_adapter_depend_on_seed_and_name() -> None:
 def test_a_convolution_of_gpt2_is_linear_too() -> None:
     layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(12, 4)
     model = nn.Sequential(layer)
-    add_adapters(model, AdapterSettings(rank=3, alpha=3.0), 0)
+    add_adapters(model, AdapterSettings(rank=3, alpha=3.0), DrawnAdapters(0))
     assert layer.adapter_a.shape == (3, 4) and layer.adapter_b.shape == (12, 3)
     layer.adapter_b.data.normal_()
     x = torch.randn(2, 4)
@@ -69,7 +70,7 @@ def test_a_convolution_of_gpt2_is_linear_too() -> None:
 
 
 def test_projections_inside_torch_attention_are_no_layers_to_adapt() -> None:
-    refused(r"the model has none", add_adapters, nn.MultiheadAttention(8, 2), AdapterSettings(), 0)
+    refused(r"the model has none", add_adapters, nn.MultiheadAttention(8, 2), AdapterSettings(), DrawnAdapters(0))
 
 
 def test_frozen_parameters() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from motet.core.errors import InputError
 from motet.models.adapters import add_adapters
+from motet.models.hf.peft_weights import DrawnAdapters
 from motet.models.settings import AdapterSettings
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
 from motet.parallel.proof import proof_values
@@ -176,7 +177,7 @@ def test_blocks_that_are_recomputed_in_backward_are_split(reentrant: bool) -> No
 def test_adapters_are_split_with_their_layers() -> None:
     module, forwards = our_model("gpt2-like")
     settings = AdapterSettings(targets=("*.up", "*.down"), rank=3)
-    add_adapters(module, settings, seed=0)
+    add_adapters(module, settings, DrawnAdapters(0))
     rules = rules_of(proven((module, forwards), 2))
     dims = {name: [split.dim for split in rule.splits] for name, rule in rules.items() if name.startswith("blocks.0")}
     assert (dims["blocks.0.ffn.up.adapter_a"], dims["blocks.0.ffn.up.adapter_b"]) == ([], [0])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from motet.models.adapters import add_adapters
 from motet.models.build import build_module
 from motet.models.hf.hf_model import build_hf_model, open_hf_checkpoint
+from motet.models.hf.peft_weights import DrawnAdapters
 from motet.models.settings import (
     AdapterSettings,
     DecoderSettings,
@@ -163,7 +164,7 @@ def test_a_transposed_head() -> None:
 
 def test_an_adapter_is_split_with_its_head() -> None:
     module = UserModel()
-    add_adapters(module, AdapterSettings(rank=2, targets=("head",)), 0)
+    add_adapters(module, AdapterSettings(rank=2, targets=("head",)), DrawnAdapters(0))
     split = proven(module)
     assert dims(split) == {"table.weight": 0, "head.weight": 0, "head.bias": 0, "head.adapter_b": 0}
     assert split.rules["head.adapter_a"].partial_over == (*ShardRule().partial_over, "tp")

@@ -4,10 +4,12 @@ Nothing here imports torch.
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -80,6 +82,19 @@ def _verify_span(folder: Path, span: _FileSpan) -> None:
         for chunk in span.chunks:
             if _checksum_of_next(file, chunk.size_bytes, block) != chunk.checksum:
                 raise ValueError(f"{span.file} has changed")
+
+
+def verify_tensors(folder: Path, index: TensorIndex, names: Iterable[str]) -> None:
+    """Refuse a checkpoint in which a value of these tensors has changed. Less is read than all files."""
+    chunks = sorted((chunk for name in names for chunk in index.get(name, [])), key=attrgetter("file", "start"))
+    with refuse_damage(folder):
+        for name, in_file in groupby(chunks, attrgetter("file")):
+            with open_regular(folder / name) as file:
+                for chunk in in_file:
+                    file.seek(chunk.start)
+                    block = memoryview(bytearray(min(_BLOCK_BYTES, chunk.size_bytes)))
+                    if _checksum_of_next(file, chunk.size_bytes, block) != chunk.checksum:
+                        raise ValueError(f"{name} has changed")
 
 
 def _checksum_of_next(file: BinaryIO, size_bytes: int, block: memoryview) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
+from motet.cli.checkpoint_export import export_checkpoint_command
 from motet.cli.checkpoint_tools.content import inspect_command
 from motet.cli.checkpoint_tools.differences import diff_command
 from motet.cli.checkpoint_tools.rewrite_commands import average_command, cast_command
@@ -33,6 +34,7 @@ checkpoint_app.command("inspect")(inspect_command)
 checkpoint_app.command("diff")(diff_command)
 checkpoint_app.command("average")(average_command)
 checkpoint_app.command("cast")(cast_command)
+checkpoint_app.command("export")(export_checkpoint_command)
 
 
 @checkpoint_app.command("verify")

@@ -9,35 +9,41 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.parameter_values import draw_values, whole_box
+from motet.models.hf.peft_weights import AdapterSource
+from motet.models.parameter_values import whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings, frozen_parameters
 from motet.models.torch_private import own_parameters
-from motet.models.weight_init import adapter_init_rule
 
 _PROJECTION = "project_input"  # Attribute of a layer with an adapter
 
 
-def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, seed: int) -> None:
-    """Add adapters, and mark the parameters that are not trained."""
+def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, source: AdapterSource) -> None:
+    """Add adapters with values from `source`, and mark the parameters that are not trained."""
     if settings.adapters is not None:
-        add_adapters(module, settings.adapters, seed)
+        add_adapters(module, settings.adapters, source)
     freeze(module, settings.frozen)
     settings.check_trained(any(p.requires_grad for p in module.parameters()), type(module).__name__)
 
 
-def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:
+def add_adapters(module: nn.Module, settings: AdapterSettings, source: AdapterSource) -> None:
     """Make every linear layer that a pattern names compute W x + (alpha / rank) B A x; all others are frozen."""
-    layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
+    layers = adaptable_layers(module)
     module.requires_grad_(False)
-    for name in settings.adapted_layers(layers):
+    source.check_layers(adapted := settings.adapted_layers(layers))
+    for name in adapted:
         layer: Any = layers[name]
-        in_features, out_features = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
+        in_features, out_features = layer.weight.shape if is_conv1d(layer) else reversed(layer.weight.shape)
         for part, shape in (("adapter_a", (settings.rank, in_features)), ("adapter_b", (out_features, settings.rank))):
             full_name, values = f"{name}.{part}", layer.weight.new_empty(shape)
-            if not values.is_meta and (rule := adapter_init_rule(full_name, shape)):
-                values.copy_(draw_values(seed, full_name, shape, rule=rule, box=whole_box(shape)))
+            if not values.is_meta:
+                values.copy_(source.open(full_name, shape)(whole_box(shape)))
             layer.register_parameter(part, nn.Parameter(values))
         layer.register_forward_hook(partial(_add_low_rank_product, scale=settings.alpha / settings.rank))
+
+
+def adaptable_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of a module, by name."""
+    return {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -51,10 +57,11 @@ def _is_linear(layer: nn.Module) -> bool:
     # transformers' Conv1D (GPT-2) is a linear layer with a weight of [in, out]. The output projection inside
     # nn.MultiheadAttention is never called as a layer, so an adapter on it would do nothing.
     is_called = not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return is_called and (isinstance(layer, nn.Linear) or _is_conv1d(layer))
+    return is_called and (isinstance(layer, nn.Linear) or is_conv1d(layer))
 
 
-def _is_conv1d(layer: nn.Module) -> bool:
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether a layer is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 

@@ -1,7 +1,7 @@
 """A trainable model from settings: a module with its initial values, its loss and its logits."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +22,15 @@ from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.arch.loss import cross_entropy, linear_cross_entropy, vocabulary_shard_of
 from motet.models.hf import hf_model
+from motet.models.hf.decoder_files import find_decoder_tensors
+from motet.models.hf.decoder_weights import DecoderFolderValues
 from motet.models.hf.hf_weights import find_weights
+from motet.models.hf.peft_weights import AdapterSource, AdapterValues, adapter_source
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
 from motet.models.parameter_values import (
-    AdapterValues,
     DrawnValues,
     ParameterValues,
+    Shape,
     no_initial_values,
     parameter_shapes,
     parameters_on_meta,
@@ -117,9 +120,10 @@ def build_trainable_model(
         return _build_user_model(settings, seed, dtype, device=device, needs=needs, on_meta=on_meta)
     with torch.device("meta"), no_initial_values():
         module = build_module(settings)
-    _finish_module(module, settings, seed, dtype=dtype)
+    adapters = adapter_source(settings, seed)
+    _finish_module(module, settings, adapters, dtype=dtype)
     shapes = parameter_shapes(module)
-    values = AdapterValues(DrawnValues(settings, seed, shapes), seed, shapes)
+    values = AdapterValues(_own_values(settings, seed, shapes), adapters, shapes)
     if not on_meta:
         module.to_empty(device=device)
         for name, parameter in module.named_parameters():
@@ -136,6 +140,13 @@ def build_trainable_model(
         next_logits=module.next_logits if isinstance(module, CausalDecoder) else None,
         initial_values=values if on_meta else None,
     )
+
+
+def _own_values(settings: TransformerSettings, seed: int, shapes: Mapping[str, Shape]) -> ParameterValues:
+    """The initial values of a model of motet: from the folder of `model.weights`, or drawn."""
+    if isinstance(settings, DecoderSettings) and settings.weights is not None:
+        return DecoderFolderValues(find_decoder_tensors(settings))
+    return DrawnValues(settings, seed, shapes)
 
 
 def _build_user_model(
@@ -155,7 +166,8 @@ def _build_user_model(
         module = build_module(settings, checkpoint, on_meta=on_meta)
     folder = checkpoint.weights_folder if checkpoint and on_meta else None
     weights, remark = find_weights(module, folder) if folder else (None, None)
-    _finish_module(module, settings, seed, dtype=dtype)
+    adapters = adapter_source(settings, seed)
+    _finish_module(module, settings, adapters, dtype=dtype)
     if checkpoint is not None:
         _let_masks_follow(module)
     if not on_meta:
@@ -165,13 +177,13 @@ def _build_user_model(
     model = _wrap_user_module(module, settings, checkpoint, seed=seed, needs=needs)
     if model.check_on_tokens and not on_meta:
         model.check_on_tokens()
-    values = AdapterValues(weights, seed, parameter_shapes(module)) if weights else None
+    values = AdapterValues(weights, adapters, parameter_shapes(module)) if weights else None
     reads = f"rank 0 loads all weights of {folder} before ranks keep their parts: {remark}" if remark else None
     return replace(model, initial_values=values, remark=reads)
 
 
-def _finish_module(module: nn.Module, settings: ModelSettings, seed: int, *, dtype: torch.dtype) -> None:
-    apply_adapters_and_freezing(module, settings, seed)
+def _finish_module(module: nn.Module, settings: ModelSettings, adapters: AdapterSource, *, dtype: torch.dtype) -> None:
+    apply_adapters_and_freezing(module, settings, adapters)
     _cast_parameters(module, dtype)
     module.train()
 

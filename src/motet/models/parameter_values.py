@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.models.settings import TransformerSettings
-from motet.models.weight_init import TensorBox, WeightInitRule, adapter_init_rule, init_rule_for, standard_normal_box
+from motet.models.weight_init import TensorBox, WeightInitRule, init_rule_for, standard_normal_box
 
 BoxReader = Callable[[TensorBox], Tensor]
 Shape = tuple[int, ...]
@@ -40,20 +40,6 @@ class DrawnValues:
     def open(self, name: str) -> BoxReader:
         rule = init_rule_for(self._settings, name)
         return lambda box: draw_values(self._seed, name, self._shapes[name], rule=rule, box=box)
-
-
-class AdapterValues:
-    """Values of a module with adapters, from those of the module without them."""
-
-    def __init__(self, others: ParameterValues, seed: int, shapes: Mapping[str, Shape]) -> None:
-        self._others, self._seed, self._shapes, self.fingerprint = others, seed, shapes, others.fingerprint
-
-    def open(self, name: str) -> BoxReader:
-        shape = self._shapes[name]
-        rule = adapter_init_rule(name, shape)
-        if rule is None:
-            return self._others.open(name)
-        return lambda box: draw_values(self._seed, name, shape, rule=rule, box=box)
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, Shape]:

@@ -1,11 +1,11 @@
 """The `[model]` section: one of three architectures by its settings, or any module of the user."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from motet.core.config_loading import FrozenSettings
+from motet.core.config_loading import FilePathText, FrozenSettings
 from motet.core.errors import check_input, names_matching
 
 NormKind = Literal["rms", "layer"]
@@ -20,6 +20,8 @@ class AdapterSettings(FrozenSettings):
     alpha: Annotated[float, Field(gt=0)] = 16.0
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
     """Shell patterns of the names of linear modules that get an adapter."""
+    weights: FilePathText | None = None
+    """A folder of PEFT with the initial values of A and B; from the seed when not given."""
 
     def adapted_layers(self, layers: Iterable[str]) -> list[str]:
         """The linear layers of a model that get an adapter."""
@@ -33,6 +35,13 @@ class TrainableParameterSettings(FrozenSettings):
     """Shell patterns of parameter names that are not trained."""
     adapters: AdapterSettings | None = None
     """Low-rank adapters; everything else is frozen."""
+
+    def without_stored_values(self) -> Self:
+        """The same model with initial values from the seed, for a copy of other sizes."""
+        update: dict[str, Any] = {"weights": None} if getattr(self, "weights", None) else {}
+        if self.adapters and self.adapters.weights:
+            update["adapters"] = self.adapters.model_copy(update={"weights": None})
+        return self.model_copy(update=update)
 
     @property
     def trains_all(self) -> bool:
@@ -156,6 +165,9 @@ class DecoderSettings(TransformerSettings):
     sliding_window: Annotated[int, Field(ge=1)] | None = None
     tied: bool = True
     """The output head is the embedding table."""
+    weights: FilePathText | None = None
+    """A folder of Hugging Face with the initial values (Llama, Qwen 2 and 3, Mistral, GPT-2); from the seed when not
+    given."""
     experts: MixtureOfExpertsSettings | None = None
     latent_attention: LatentAttentionSettings | None = None
 

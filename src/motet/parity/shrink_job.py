@@ -44,6 +44,7 @@ def make_small_job(
 
     Ranks up to `degree` divide its sizes as they divide those of the job.
     """
+    job = job.model_copy(update={"model": job.model.without_stored_values()})
     tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, max_tokens)
     replacements: dict[str, dict[str, Any]] = {
         "model": _small_model(
@@ -154,8 +155,10 @@ def _entry_arguments(model: ModelSettings) -> dict[str, Any]:
 
 def _with_few_entries(model: ModelSettings, arguments: dict[str, Any], sizes: SmallSizes) -> ModelSettings:
     if isinstance(model, TransformerSettings):
+        model = model.without_stored_values()
         return model.model_copy(update={ENTRIES_KEY: sizes.shrink_settings(model).get(ENTRIES_KEY, model.vocab_size)})
     assert isinstance(model, UserModuleSettings)
+    model = model.without_stored_values()
     small = sizes.shrink_entries(arguments) if model.hf_path is None else sizes.shrink_config(arguments)
     changed = {name: value for name, value in small.items() if name == ENTRIES_KEY or name.endswith("_token_id")}
     update: dict[str, Any] = {"arguments": {**model.arguments, **changed}}

@@ -70,6 +70,13 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
     return PreparedData(tuple(corpora), tokenizer_spec, sentinels, tokenizer.vocab_size, classes, train_samples)
 
 
+def find_tokenizer(settings: DataSettings, progress: ProgressCallback | None = None) -> LoadedTokenizer:
+    """The tokenizer of a job, which is trained again if it is not in the cache any more."""
+    sources = [resolve_source(source, settings) for source in settings.sources()]
+    cache = Path(settings.cache or "~/.cache/motet").expanduser()
+    return _resolve_tokenizer(settings, sources, cache, progress=progress or (lambda activity, done, total: None))
+
+
 def find_data(settings: DataSettings) -> tuple[int | None, int | None]:
     """(Tokens of the tokenizer, classes of synthetic samples), where they are known without building anything. Raises
     as `prepare_data` does for a source or a tokenizer that is missing; datasets of Hugging Face are not looked for."""

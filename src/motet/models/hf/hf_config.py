@@ -107,9 +107,9 @@ _LLAMA_AND_BERT = (
     "vocab_size=vocab_size context=max_position_embeddings layers=num_hidden_layers hidden=hidden_size "
     "heads=num_attention_heads ffn_hidden=intermediate_size activation=hidden_act init_std=initializer_range "
 )
-_LLAMA = _LLAMA_AND_BERT + "tied=tie_word_embeddings"
+LLAMA_KEYS = _LLAMA_AND_BERT + "tied=tie_word_embeddings"
 _BERT = _LLAMA_AND_BERT + "norm_eps=layer_norm_eps dropout=hidden_dropout_prob token_types=type_vocab_size"
-_GPT2 = (
+GPT2_KEYS = (
     "vocab_size=vocab_size context=n_positions layers=n_layer hidden=n_embd heads=n_head tied=tie_word_embeddings "
     "activation=activation_function norm_eps=layer_norm_epsilon dropout=resid_pdrop init_std=initializer_range"
 )
@@ -123,7 +123,7 @@ _LATENT_ATTENTION = (
     "plain_head_dim=qk_nope_head_dim value_head_dim=v_head_dim"
 )
 _EXPERTS = "count=n_routed_experts per_token=num_experts_per_tok hidden=moe_intermediate_size shared=n_shared_experts"
-_LLAMA3_ROPE = pairs(
+LLAMA3_ROPE_KEYS = pairs(
     "factor=factor low_frequency_factor=low_freq_factor high_frequency_factor=high_freq_factor "
     "original_context=original_max_position_embeddings"
 )
@@ -144,12 +144,12 @@ def rotary_values(c: ConfigValues) -> dict[str, Any]:
         "rotary_fraction": rope.get("partial_rotary_factor", c.values.get("partial_rotary_factor", 1.0)),
     }
     if rope.get("rope_type", rope.get("type")) == "llama3":
-        values["rope_scaling"] = {setting: rope[key] for setting, key in _LLAMA3_ROPE.items() if key in rope}
+        values["rope_scaling"] = {setting: rope[key] for setting, key in LLAMA3_ROPE_KEYS.items() if key in rope}
     return values
 
 
 def llama_values(c: ConfigValues) -> dict[str, Any]:
-    values = {**c.read_all(_LLAMA), **rotary_values(c)}
+    values = {**c.read_all(LLAMA_KEYS), **rotary_values(c)}
     values["norm_eps"] = c.values.get("norm_eps", c.values["rms_norm_eps"])
     values["head_dim"] = c.read("head_dim") or values["hidden"] // values["heads"]
     return {**values, "kv_heads": c.read("num_key_value_heads") or values["heads"]}
@@ -186,7 +186,7 @@ def _deepseek_values(c: ConfigValues) -> dict[str, Any]:
 
 def _gpt2_values(c: ConfigValues) -> dict[str, Any]:
     c.reject_keys("add_cross_attention")
-    values = c.read_all(_GPT2)
+    values = c.read_all(GPT2_KEYS)
     return {**values, "ffn_hidden": c.read("n_inner") or 4 * values["hidden"]}
 
 

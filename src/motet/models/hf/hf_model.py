@@ -141,7 +141,7 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
         raise InputError(f"{path}: model_type = {model_type!r} is not known to transformers; {hint}")
     wrong_type = import_module("huggingface_hub.errors").StrictDataclassError
     try:
-        with _silence_transformers():
+        with silence_transformers():
             config = mapping[model_type].from_dict(values)
     except (TypeError, ValueError, ArithmeticError, wrong_type) as error:
         raise InputError(f"{path}: transformers rejects this config: {' '.join(str(error).split())}") from None
@@ -154,7 +154,7 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint, *, load_weights: bool = Tr
     auto = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind])
     folder = checkpoint.weights_folder if load_weights else None
     dtype = torch.get_default_dtype()
-    with _silence_transformers():
+    with silence_transformers():
         try:
             if folder is None:
                 return cast(nn.Module, auto.from_config(checkpoint.config, dtype=dtype))
@@ -335,7 +335,7 @@ def _import_transformers() -> Any:
 
 
 @contextmanager
-def _silence_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Hide the warnings of transformers; the important ones are checks here."""
     logging = _import_transformers().utils.logging
     logging.set_verbosity_error()

@@ -4,42 +4,23 @@ The tensors in the files must be those of the module, one to one. Where transfor
 weights while it loads them, the reason is returned, and transformers must load the complete model.
 """
 
-import json
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motet.models.hf.safetensors_files import HEADER_ERRORS, WeightOnDisk, fingerprint_of, read_weight_headers
 from motet.models.parameter_values import BoxReader, whole_box
 from motet.models.weight_init import TensorBox
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # NumPy has no bfloat16
-FINGERPRINT_BYTES = 4 << 20
-_INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
-
-@dataclass(frozen=True)
-class WeightOnDisk:
-    """A tensor of a safetensors file. The file is mapped for reading only, so no memory is reserved for it."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # The first byte in the file
-    stop: int
-
-    def read(self, box: TensorBox) -> Tensor:
-        """A box of the tensor, in its dtype on disk."""
-        mapped = np.memmap(self.file, mode="r")[self.start : self.stop].view(_DTYPES[self.dtype]).reshape(self.shape)
-        values = np.array(mapped[tuple(slice(first, first + n) for first, n in zip(*box, strict=True))])
-        return torch.from_numpy(values).view(torch.bfloat16) if self.dtype == "BF16" else torch.from_numpy(values)
+def read_box(weight: WeightOnDisk, box: TensorBox) -> Tensor:
+    """A box of a tensor of a file, in its dtype on disk."""
+    values = torch.from_numpy(weight.read(box))
+    return values.view(torch.bfloat16) if weight.dtype == "BF16" else values
 
 
 class WeightsOnDisk:
@@ -47,18 +28,18 @@ class WeightsOnDisk:
 
     def __init__(self, weights: dict[str, WeightOnDisk]) -> None:
         self._weights, self._dtype = weights, torch.get_default_dtype()
-        self.fingerprint = " ".join(map(_fingerprint, sorted({weight.file for weight in weights.values()})))
+        self.fingerprint = fingerprint_of(weights.values())
 
     def open(self, name: str) -> BoxReader:
         weight = self._weights[name]
-        return lambda box: weight.read(box).to(self._dtype)
+        return lambda box: read_box(weight, box).to(self._dtype)
 
 
 def find_weights(module: nn.Module, folder: Path) -> tuple[WeightsOnDisk | None, str | None]:
     """The weights of all parameters, or why they cannot be read by slices. Persistent buffers get their values."""
     try:
-        weights = {key: weight for file in _weight_files(folder) for key, weight in _read_header(file).items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        weights = read_weight_headers(folder)
+    except HEADER_ERRORS as error:
         return None, f"its header cannot be read ({type(error).__name__}: {error})"
     tensors: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -70,7 +51,7 @@ def find_weights(module: nn.Module, folder: Path) -> tuple[WeightsOnDisk | None,
     on_disk = {tensor: next(weights[name] for name in names if name in weights) for tensor, names in tensors.items()}
     for tensor, weight in on_disk.items():
         if not isinstance(tensor, nn.Parameter):
-            tensor.copy_(weight.read(whole_box(weight.shape)))
+            tensor.copy_(read_box(weight, whole_box(weight.shape)))
     return WeightsOnDisk({names[0]: on_disk[tensor] for tensor, names in tensors.items()}), None
 
 
@@ -90,35 +71,6 @@ def _needed_value(module: nn.Module) -> str | None:
             if isinstance(value, Tensor) and value.is_meta:
                 return f"{name}.{key} is computed from values of parameters"
     return None
-
-
-def _fingerprint(file: Path) -> str:
-    """The name, the size, and a checksum of the header and the first values: quick to compute for a large file."""
-    with file.open("rb") as stream:
-        return f"{file.name}:{file.stat().st_size}:{zlib.crc32(stream.read(FINGERPRINT_BYTES)):08x}"
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / _INDEX).is_file() and not (folder / _SINGLE_FILE).is_file():
-        files = json.loads((folder / _INDEX).read_text())["weight_map"].values()
-        return [folder / file for file in dict.fromkeys(files)]
-    return [folder / _SINGLE_FILE]
-
-
-def _read_header(file: Path) -> dict[str, WeightOnDisk]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(min(length, file.stat().st_size)))
-    header.pop("__metadata__", None)
-    base, weights = 8 + length, {}
-    for name, entry in header.items():
-        start, stop = (base + offset for offset in entry["data_offsets"])
-        weights[name] = WeightOnDisk(file, entry["dtype"], tuple(entry["shape"]), start, stop)
-        if stop - start != np.dtype(_DTYPES[entry["dtype"]]).itemsize * prod(entry["shape"]):
-            raise ValueError(f"{name} has {stop - start} bytes")
-    if file.stat().st_size != max((weight.stop for weight in weights.values()), default=base):
-        raise ValueError(f"{file.name} is not as long as its header says")
-    return weights
 
 
 def _special_loading(module: Any, folder: Path) -> str | None:

@@ -12,8 +12,10 @@ from motet.core.direct_io import check_free_space
 from motet.core.errors import InputError, check_input
 from motet.core.units import DTYPE_BYTES
 from motet.memory.tiers.scratch_folder import check_folder
+from motet.models.hf.decoder_files import find_decoder_tensors
 from motet.models.hf.hf_config import read_config
-from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
+from motet.models.hf.peft_files import check_peft_folder
+from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout, LayoutSettings
@@ -86,6 +88,9 @@ def _check_server_count(job: Job) -> None:
 def check_model(job: Job) -> None:
     """Refuse a model that cannot be trained, or does not fit the data."""
     check_can_be_trained(job.model)
+    if isinstance(job.model, DecoderSettings) and job.model.weights is not None:
+        find_decoder_tensors(job.model)
+    check_peft_folder(job.model)
     model, objective, length = job.model, job.data.objective, job.data.sequence_length
     if not isinstance(model, UserModuleSettings):
         expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(model.family, ""), ""

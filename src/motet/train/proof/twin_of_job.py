@@ -108,7 +108,9 @@ def make_twin(
         avoided=kept.union(_TRACE_SIZES),
     )
     for blocks in _BLOCKS:
-        twin_job = job.model_copy(update={"model": _small_settings(job.model, replace(sizes, blocks=blocks))})
+        twin_job = job.model_copy(
+            update={"model": _small_settings(job.model.without_stored_values(), replace(sizes, blocks=blocks))}
+        )
         try:
             model = _build(twin_job, on_meta=not is_user_code)
         except InputError as error:
