@@ -120,18 +120,22 @@ def continue_text(model: TrainableModel, prompt: list[int], text: GeneratedText)
     """Generate a text until it ends, has its number of tokens, or fills the context; motet's decoders and models of
     transformers cache what they have read."""
     check_can_continue(model, prompt, "give a model that predicts the next token")
-    context = model.context
-    check_input(
-        context is None or len(prompt) < context,
-        f"the prompt has {len(prompt)} tokens, but the context of the model holds {context}, the answer included; "
-        "shorten it",
-    )
+    check_fits(prompt, model.context)
     with _evaluation_mode(model.module):
         if model.next_logits is not None:
             _generate_with_cache(model, prompt, text)
         else:
             _generate_with_transformers(model, prompt, text)
     return Generation(text.tokens, text.stop or "context")
+
+
+def check_fits(prompt: list[int], context: int | None) -> None:
+    """Refuse a prompt after which the context has no room."""
+    check_input(
+        context is None or len(prompt) < context,
+        f"the prompt has {len(prompt)} tokens, but the context of the model holds {context}, the answer included; "
+        "shorten it",
+    )
 
 
 def check_can_continue(model: TrainableModel, prompt: list[int], remedy: str) -> None:
@@ -164,17 +168,20 @@ def _generate_with_transformers(model: TrainableModel, prompt: list[int], text: 
 
     read = torch.tensor([prompt], device=_device(module))
     room = text.count if model.context is None else min(text.count, model.context - len(prompt))
-    # Nothing of the folder's generation settings: they would change the scores before the sampler gets them.
     settings = transformers.GenerationConfig(
         max_new_tokens=room, do_sample=False, eos_token_id=sorted(text.stop_ids) or None, pad_token_id=0
     )
-    module.generate(
-        read,
-        attention_mask=torch.ones_like(read),
-        generation_config=settings,
-        logits_processor=transformers.LogitsProcessorList([keep_choice]),
-        use_model_defaults=False,
-    )
+    # The folder's settings, such as a repetition penalty, would change the scores before the sampler gets them.
+    defaults, module.generation_config = module.generation_config, settings
+    try:
+        module.generate(
+            read,
+            attention_mask=torch.ones_like(read),
+            generation_config=settings,
+            logits_processor=transformers.LogitsProcessorList([keep_choice]),
+        )
+    finally:
+        module.generation_config = defaults
 
 
 @contextmanager

@@ -206,7 +206,7 @@ def build_job_engine(
             with torch.no_grad():
                 wrap(model.check_on_tokens)()
         # Ranks that split tokens cannot share one token.
-        next_logits = wrap(model.next_logits) if model.next_logits and layout.dims.size("tp") == 1 else None
+        next_logits = wrap(model.next_logits) if model.next_logits and layout.tp == layout.cp == 1 else None
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits), next_logits=next_logits)
     return replace(model, initial_values=None), engine
 

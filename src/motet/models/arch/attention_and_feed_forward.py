@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(s.heads * self.head_dim, s.hidden, bias=output_bias)
 
     def forward(
-        self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None, cache: LayerCache | None = None
+        self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None, *, cache: LayerCache | None = None
     ) -> Tensor:
         # [R, T, heads + kv_heads, head_dim] and [R, T, kv_heads, head_dim]
         qk, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split((self.heads + self.kv_heads, self.kv_heads), dim=2)
