@@ -205,8 +205,9 @@ def build_job_engine(
         if model.check_on_tokens and group.device.type != "meta":
             with torch.no_grad():
                 wrap(model.check_on_tokens)()
-        # Ranks that split tokens cannot share one token.
-        next_logits = wrap(model.next_logits) if model.next_logits and layout.tp == layout.cp == 1 else None
+        # Ranks that split the tokens of a row cannot share one token.
+        is_split = model_sharding.boundary_comms or model_sharding.activations
+        next_logits = None if is_split or model.next_logits is None else wrap(model.next_logits)
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits), next_logits=next_logits)
     return replace(model, initial_values=None), engine
 
