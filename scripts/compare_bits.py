@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
-from motet.checkpoint.save_and_load import load_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TWO, FOUR, SMALL_BUCKETS = "run.ranks=2", "run.ranks=4", "communication.bucket_mib=0.02"

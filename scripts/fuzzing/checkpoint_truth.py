@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from fuzzing.cases import FindingError, check_equal
+from motet.checkpoint.background_writer import save_checkpoint
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.checkpoint.verification import checkpoint_verdicts
 from motet.core.errors import InputError
 

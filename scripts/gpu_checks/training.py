@@ -126,8 +126,8 @@ def _saved_tensors(folder: Path) -> dict[str, Any]:
     import torch
 
     from motet.checkpoint.data_files import CheckpointShard
+    from motet.checkpoint.loading import load_checkpoint
     from motet.checkpoint.manifest import read_manifest
-    from motet.checkpoint.save_and_load import load_checkpoint
     from motet.train.state import newest_checkpoint
 
     newest = newest_checkpoint(folder)

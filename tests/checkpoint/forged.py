@@ -9,9 +9,10 @@ from zlib import crc32
 
 import torch
 
+from motet.checkpoint.background_writer import save_checkpoint
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.core.units import dtype_name
 from motet.parallel.process.process_group import RankGroup
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoint.forged import Evil, forge, load_state, save_state, some_state
-from motet.checkpoint import save_and_load, verification
+from motet.checkpoint import loading, verification
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
 from motet.checkpoint.tensor_index import StoredChunk, have_overlap, read_checkpoint
 from motet.checkpoint.verification import checkpoint_verdicts, verify_files
@@ -245,7 +245,7 @@ def test_files_that_do_not_belong_there_are_refused(tmp_path: Path, monkeypatch:
 
 def _load_where_one_rank_sees_damage(group: RankGroup, where: Path) -> tuple[str, bool]:
     """Return what a rank says, and whether it read tensors."""
-    read, verify = list[bool](), save_and_load.verify_files
+    read, verify = list[bool](), loading.verify_files
 
     def verify_here(*arguments: Any, **share: int) -> None:
         if group.rank == 1:
@@ -253,8 +253,8 @@ def _load_where_one_rank_sees_damage(group: RankGroup, where: Path) -> tuple[str
         verify(*arguments, **share)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_and_load, "verify_files", verify_here)
-        patch.setattr(save_and_load, "read_data_files", lambda *_, **__: read.append(True))
+        patch.setattr(loading, "verify_files", verify_here)
+        patch.setattr(loading, "read_data_files", lambda *_, **__: read.append(True))
         try:
             load_state(where, some_state(), group)
         except InputError as error:
@@ -313,9 +313,9 @@ def test_each_byte_is_verified_by_one_rank_and_the_bytes_are_divided(
 def _read_where_one_rank_cannot(group: RankGroup, where: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 1:
-            patch.setattr(save_and_load, "read_manifest", lambda folder: read_checkpoint(folder / "nowhere"))
+            patch.setattr(loading, "read_manifest", lambda folder: read_checkpoint(folder / "nowhere"))
         try:
-            save_and_load.read_shared_manifest(where, group.process_group)
+            loading.read_shared_manifest(where, group.process_group)
         except InputError as error:
             return str(error)
     return ""

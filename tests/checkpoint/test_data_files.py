@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from checkpoint.forged import load_state, save_state
-from checkpoint.test_save_and_load import STRANGE
+from checkpoint.test_saving import STRANGE
 from motet.checkpoint import data_files
 from motet.checkpoint.data_files import CheckpointShard, DataFileWriter, boxes_of, write_data_file
 from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES, DataBox

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 import motet
 from checkpoint.forged import State, save_state
-from checkpoint.test_save_and_load import STRANGE
+from checkpoint.test_saving import STRANGE
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from checkpoint.forged import load_state, save_state, some_state
+from motet.checkpoint.background_writer import CheckpointSaver
 from motet.checkpoint.checkpoint_folders import complete_checkpoints
-from motet.checkpoint.save_and_load import clear_interrupted_saves
+from motet.checkpoint.publication import Retention
 from motet.core.errors import CheckpointSaveError
 
 # The system calls that change a folder, as Python's audit events.
@@ -96,7 +97,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, keep: in
         _check_complete(folder, step, keep)
         steps = [saved_step for saved_step, _ in complete_checkpoints(folder)]
         resumed = Path(shutil.copytree(folder, tmp_path / f"{moments}-resumed"))
-        clear_interrupted_saves(resumed, keep=keep, group=None)
+        CheckpointSaver(resumed, None, Retention(keep), device=torch.device("cpu")).clear()
         assert [path.name for path in sorted(resumed.iterdir())] == [f"step-{each:08d}" for each in steps[-keep:]]
         save_state(folder, step + 1, some_state(5.0), keep=keep)
         expected = [f"step-{each:08d}" for each in [*steps, step + 1][-keep:]]

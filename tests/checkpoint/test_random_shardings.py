@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from checkpoint.random_shardings import PADDING, HeldElements, local_indices, random_shape, random_sharding
+from motet.checkpoint.background_writer import save_checkpoint
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.checkpoint.writers import parts_to_write
 from motet.core.units import dtype_name
 from motet.parallel.process.process_group import RankGroup

@@ -11,10 +11,10 @@ import motet
 from checkpoint.forged import save_state
 from checkpoint.random_shardings import random_shape, random_sharding
 from checkpoint.test_random_shardings import written_shards
-from checkpoint.test_save_and_load import STRANGE
+from checkpoint.test_saving import STRANGE
 from motet.checkpoint import reader
+from motet.checkpoint.background_writer import save_checkpoint
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
-from motet.checkpoint.save_and_load import save_checkpoint
 from motet.core.units import dtype_name
 from refusals import refused
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motet.checkpoint.background_writer import save_checkpoint
 from motet.checkpoint.data_files import CheckpointShard
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
 from motet.checkpoint.reader import open_checkpoint
-from motet.checkpoint.save_and_load import save_checkpoint
 from motet.core.units import dtype_name
 from motet.export.hf_folder import ExportSettings, export_to_hf
 from motet.models.build import build_trainable_model

@@ -37,7 +37,6 @@ OWNERS = {
         "parallel/local_sgd/outer_optimizer.py",
         "train/engine.py",
         "train/evaluation.py",
-        "train/state.py",  # whether any rank has a number that is not finite
     },
 }
 # Predictions of layouts that run elsewhere read all of their sizes.

@@ -110,7 +110,9 @@ def test_everything_else_is_told_as_it_is(tmp_path, capsys):
         started(num_classes=None, ranks=1, first_step=3, resumed_from="checkpoints/step-00000002"),
         WarningIssued(text="data.workers = [cpu] is [bold]odd[/bold] :smile:"),
         step(3, skipped=True, loss=float("nan")),
-        CheckpointSaved(step=3, path="checkpoints/step-00000003", size_bytes=3 * 1024**2, duration_s=0.25),
+        CheckpointSaved(
+            step=3, path="checkpoints/step-00000003", size_bytes=3 * 1024**2, duration_s=0.25, stall_s=0.01
+        ),
         ReplicaCheckDone(step=3, ranks=2, same_machines=True, violations=("rank 1 has [other] rows",), duration_s=0.1),
         ProfileSaved(first_step=3, last_step=3, path="profile-steps-3-3.json"),
         evaluated(3, perplexity=148.41, accuracy=0.5),
@@ -124,7 +126,7 @@ def test_everything_else_is_told_as_it_is(tmp_path, capsys):
         "resumed from checkpoints/step-00000002; next is step 3 of 4",
         "warning: data.workers = [cpu] is [bold]odd[/bold] :smile:",
         "step 3/4  loss nan (skipped)  200 tokens/s  1 GiB  0.5 s left  lr 1.00e-03",
-        "saved checkpoints/step-00000003 (3 MiB in 0.25 s)",
+        "saved checkpoints/step-00000003 (3 MiB in 0.25 s, training waited 10 ms)",
         "step 3: rank 1 has [other] rows",
         "profile of steps 3 to 3: profile-steps-3-3.json",
         "validation after step 3: loss 5.0000, perplexity 148.4, accuracy 50.0%",

@@ -13,6 +13,7 @@ from motet.core.errors import CheckpointSaveError, InputError, OutputClosedError
 from motet.monitor.event_dispatcher import EventDispatcher, SpanCollector, open_event_dispatcher
 from motet.monitor.events import (
     CheckpointSaved,
+    CheckpointStarted,
     Event,
     GradientsOverflowed,
     NumericsMeasured,
@@ -313,6 +314,7 @@ ONE_OF_EACH = {
     ),
     "on_numerics": NumericsMeasured(step=1, formats=("float16",), tensors=()),
     "on_evaluation": evaluated(1),
+    "on_checkpoint_started": CheckpointStarted(step=1, path="c"),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
     "on_sample": TextSampled(step=1, prompt="a", text="b"),
     "on_replica_check": ReplicaCheckDone(step=1, ranks=2, same_machines=True, violations=(), duration_s=0.1),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
-from motet.checkpoint.save_and_load import load_checkpoint
 from motet.collectives.execute.api import all_reduce
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard

@@ -77,7 +77,9 @@ class ConsoleSink(Callback):
         self._print(f"{event.split} after step {event.step}: {evaluation_text(event)}")
 
     def on_checkpoint(self, event: events.CheckpointSaved) -> None:
-        self._print(f"saved {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.duration_s)})")
+        waited = f", training waited {format_duration(event.stall_s)}" if event.stall_s < event.duration_s else ""
+        took = f"{format_bytes(event.size_bytes)} in {format_duration(event.duration_s)}{waited}"
+        self._print(f"saved {event.path} ({took})")
 
     def on_sample(self, event: events.TextSampled) -> None:
         self._print(f"sample after step {event.step}:")
@@ -128,7 +130,9 @@ def start_lines(event: events.RunStarted) -> list[str]:
 def checkpoint_line(event: events.RunStarted, folder: Path) -> str:
     """The times and the folder of checkpoints; shown with the first completed step."""
     every, minutes = event.checkpoint_every, event.checkpoint_every_minutes
-    when = f"every {every} steps" if every else f"every {minutes:g} minutes" if minutes else "only at the end"
+    times = [f"every {every} steps"] if every else []
+    times += [f"every {minutes:g} minutes"] if minutes else []
+    when = " and ".join(times) or "only at the end"
     return f"checkpoints {when}, in {folder / 'checkpoints'}"
 
 

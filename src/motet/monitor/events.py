@@ -226,6 +226,15 @@ class EvaluationDone(_RunEventBase):
     """Fraction of the targets that the model ranks first."""
 
 
+class CheckpointStarted(_RunEventBase):
+    """Ranks begin to write a checkpoint while they go on training."""
+
+    event: Literal["checkpoint_started"] = "checkpoint_started"
+    step: int
+    path: str
+    """The path in the run folder that the checkpoint gets when it is complete."""
+
+
 class CheckpointSaved(_RunEventBase):
     """A complete checkpoint is on disk."""
 
@@ -236,6 +245,11 @@ class CheckpointSaved(_RunEventBase):
     size_bytes: int
     """Bytes of the tensors of the model and its optimizer, whatever the layout."""
     duration_s: float
+    """From the end of the step until the checkpoint had its name."""
+    stall_s: float = 0.0
+    """Seconds of it in which training waited: all of them with `checkpoint.mode = "sync"`."""
+    copied_bytes: int = 0
+    """Bytes that ranks copied first, because an update was about to change values that were not written yet."""
 
 
 class TextSampled(_RunEventBase):
@@ -318,6 +332,7 @@ _EventInStep = (
     | RecomputationChosen
     | NumericsMeasured
     | EvaluationDone
+    | CheckpointStarted
     | CheckpointSaved
     | TextSampled
     | ReplicaCheckDone

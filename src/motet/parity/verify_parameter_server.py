@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
-from motet.checkpoint.save_and_load import load_checkpoint
 from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.parity.candidate_layouts import CandidateLayout

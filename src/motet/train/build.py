@@ -178,7 +178,7 @@ def build_components(
     model_sharding = agreed_sharding(model, propose, model_sharding, group=group, dims=layout.dims)
     model, engine = build_job_engine(job, model, group, layout=layout, model_sharding=model_sharding)
     folder.mkdir(parents=True, exist_ok=True)
-    state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
+    state = engine.training_state(folder / "checkpoints", job.checkpoint, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
 

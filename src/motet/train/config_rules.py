@@ -103,7 +103,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("outer", "optimizer learning_rate momentum fragments delay mixing_factor", "every", "set"),
     ("outer", "learning_rate momentum", "optimizer", ("nesterov",)),
     ("outer", "mixing_factor", "delay", "set"),
-    ("checkpoint", "every_minutes", "every", "unset"),
+    ("checkpoint", "staging", "mode", ("async",)),
     ("monitor", "replica_check_action", "replica_check_every", "set"),
     ("monitor", "wandb_project", "wandb", ("online", "offline")),
     ("monitor", "profile_steps", "profile_from", "set"),

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motet.checkpoint.background_writer import CheckpointSaver
+from motet.checkpoint.publication import Retention
+from motet.checkpoint.settings import CheckpointSettings
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import DeviceLimit, count_batch
+from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
@@ -301,18 +305,29 @@ class TrainingEngine:
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read. Every rank calls it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return self.training_state(folder).save(step)[0]
+        return self.training_state(folder).save(step)
 
     def restore(self, folder: str | Path) -> int:
         """Load the newest checkpoint of the folder. Returns its step, or 0 if there is none."""
         newest = newest_checkpoint(Path(folder))
         return self.training_state(folder).restore(newest)[0] if newest else 0
 
-    def training_state(self, folder: str | Path, keep_newest: int = 2**31, data_fingerprint: str = "") -> TrainingState:
-        """The state that a checkpoint in the folder holds."""
-        rest = keep_newest, data_fingerprint, self.module_part_group, self.plan, self.outer_optimizer
+    def training_state(
+        self, folder: str | Path, settings: CheckpointSettings | None = None, data_fingerprint: str = ""
+    ) -> TrainingState:
+        """The state that a checkpoint in the folder holds. Without settings, all checkpoints stay."""
+        settings = settings or CheckpointSettings(keep=2**31)
+        saver = CheckpointSaver(
+            Path(folder),
+            self.group.process_group,
+            Retention(settings.keep, settings.keep_every),
+            device=self.group.device,
+            staging_bytes=settings.staging,
+            slices_are_in_files=isinstance(self.optimizer.states, FileStates),
+        )
+        rest = saver, data_fingerprint, self.module_part_group, self.plan, self.outer_optimizer
         reproducible = "layout" if self.reproducible else None
-        return TrainingState(self.module, self.optimizer, self.group, Path(folder), *rest, reproducible)
+        return TrainingState(self.module, self.optimizer, self.group, *rest, reproducible)
 
     def _trainable_parameters(self) -> dict[object, str]:
         """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import torch
 
+from motet.checkpoint.background_writer import CheckpointSaver, SavedCheckpoint
 from motet.cluster.host_limits import keep_freed_memory
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import device_limit_of_run
-from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded
+from motet.monitor.events import (
+    RUN_END_REASONS,
+    CheckpointSaved,
+    CheckpointStarted,
+    EvaluationDone,
+    Event,
+    RunEnded,
+    WarningIssued,
+)
 from motet.monitor.sinks import Callback
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
@@ -83,7 +92,9 @@ def run_training(
     limit, known = job.memory.device_limit, parts.engine.recomputation.known_tensors
     with report_run_end(emit_event, progress):
         with device_limit_of_run(limit, parts.group.device, known=known):
-            TrainingLoop(job, report, progress, emit_event, take_step or parts.make_train_step(job).step, stop).run()
+            with ended_saves(parts.state.saver):
+                step = take_step or parts.make_train_step(job).step
+                TrainingLoop(job, report, progress, emit_event, step, stop, waits_for_saves=take_step is not None).run()
             if progress.is_finished:
                 report.report_sample()
         if progress.is_finished and take_step is None:
@@ -91,7 +102,7 @@ def run_training(
     return progress
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingLoop:
     """The parts of a loop."""
 
@@ -101,6 +112,8 @@ class TrainingLoop:
     emit_event: Callable[[Event], None]  # Does nothing on ranks other than 0
     take_step: StepFunction
     stop: StopFlag
+    waits_for_saves: bool = False  # The states are on servers, which go on
+    _has_warned: bool = False  # That a save waits for the one before
 
     def run(self) -> None:
         """Train from where `progress` is to the last step, or until a stop is requested, and save."""
@@ -117,8 +130,9 @@ class TrainingLoop:
             self._check_divergence(done, result)
             if done == first_step + 1:
                 self.report.parts.state.check_buffers()  # the first checkpoint may be hours away
-            if done == end or stop or _is_due(done, self.job.checkpoint.every) or result.save_requested:
-                self._save(done)
+            self._report_saved(self._saver.take_saved())
+            if done == end or stop or self.job.checkpoint.is_due(done) or result.save_requested:
+                self._save(done, is_last=done == end or stop)
                 saved_s = time.monotonic()
             if _is_due(done, self.job.monitor.evaluate_every) or done == total:
                 self._evaluate(done, "validation")
@@ -137,7 +151,9 @@ class TrainingLoop:
         learning_rate = learning_rate_factor(optimizer.schedule, step, total) * optimizer.learning_rate
         start_s = time.perf_counter()
         with span("step"):
-            stop_requested = self.stop.is_requested() or self.report.monitor.is_output_closed
+            # The save that has failed on one rank ends the run on all, at the next save
+            is_ending = self.stop.is_requested() or self._saver.has_failed
+            stop_requested = is_ending or self.report.monitor.is_output_closed
             result = self.take_step(step, learning_rate, stop_requested, step + 1 == total, save)
         return result, time.perf_counter() - start_s
 
@@ -181,12 +197,43 @@ class TrainingLoop:
             problem = f"the {split} loss after it is {result.loss}"
             raise TrainingDivergedError(f"stopped at step {done}: {problem}; {DIVERGENCE_REMEDY}")
 
-    def _save(self, done: int) -> None:
-        start_s = time.perf_counter()
+    @property
+    def _saver(self) -> CheckpointSaver:
+        return self.report.parts.state.saver
+
+    def _save(self, done: int, *, is_last: bool) -> None:
+        """Begin a save. The last one of a run is waited for, and one of an earlier step is complete before."""
         with span("checkpoint"):
-            path, size_bytes = self.report.parts.state.save(done)
-        duration_s, name = time.perf_counter() - start_s, str(Path(path.parent.name) / path.name)
-        self.emit_event(CheckpointSaved(step=done, path=name, size_bytes=size_bytes, duration_s=duration_s))
+            if self._saver.is_writing and not is_last and not self._has_warned:
+                self._has_warned = True
+                text = (
+                    f"the checkpoint of step {done} is due and the one before it is still being written: training waits"
+                )
+                remedy = "save less often (checkpoint.every), or to a faster disk (run.folder); this is said once"
+                self.emit_event(WarningIssued(text=f"{text}; {remedy}"))
+            self._report_saved(self._saver.finish())
+            path = self.report.parts.state.start_save(done)
+            self.emit_event(CheckpointStarted(step=done, path=_name_in_run(path)))
+            if is_last or self.waits_for_saves or self.job.checkpoint.mode == "sync":
+                self._report_saved(self._saver.finish())
+
+    def _report_saved(self, saved: SavedCheckpoint | None) -> None:
+        if saved is not None:
+            fields = {name: value for name, value in asdict(saved).items() if name != "path"}
+            self.emit_event(CheckpointSaved(path=_name_in_run(saved.path), **fields))
+
+
+def _name_in_run(checkpoint: Path) -> str:
+    return str(Path(checkpoint.parent.name) / checkpoint.name)
+
+
+@contextmanager
+def ended_saves(saver: CheckpointSaver) -> Iterator[None]:
+    """After the block, which may fail, no save is under way: one that other ranks have written becomes complete."""
+    try:
+        yield
+    finally:
+        saver.close()
 
 
 def _is_due(done: int, every: int | None) -> bool:

@@ -1,7 +1,8 @@
 """The state of a run as named tensors, and how it is saved to a checkpoint and restored."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -9,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from motet.checkpoint.background_writer import CheckpointSaver, ShardToWrite
 from motet.checkpoint.checkpoint_folders import complete_checkpoints
 from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.loading import load_checkpoint, read_shared_manifest
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
     CheckpointManifest,
@@ -18,15 +21,8 @@ from motet.checkpoint.manifest import (
     SavedBy,
     is_compression_state,
 )
-from motet.checkpoint.save_and_load import (
-    clear_interrupted_saves,
-    load_checkpoint,
-    read_shared_manifest,
-    save_checkpoint,
-)
 from motet.checkpoint.writers import parts_to_write
-from motet.collectives.execute.api import sum_scalars
-from motet.core.errors import TrainingDivergedError, check_input
+from motet.core.errors import check_input
 from motet.core.units import dtype_name
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
@@ -64,8 +60,7 @@ class TrainingState:
     module: nn.Module
     optimizer: ShardedOptimizer
     group: RankGroup
-    checkpoint_folder: Path
-    keep_newest: int
+    saver: CheckpointSaver
     data_fingerprint: str
     module_part_group: RankGroup  # Ranks that hold the same part of the module
     plan: StepPlan
@@ -85,17 +80,23 @@ class TrainingState:
             for name, (run, parts) in parts_to_write(runs, self.group.rank).items()
         }
 
-    def save(self, step: int) -> tuple[Path, int]:
-        """Write a checkpoint. Returns its folder, and the bytes of the model and its optimizer."""
-        parameters, outer, scaler = self.optimizer.sharded_parameters, self.outer_optimizer, self.optimizer.loss_scaler
-        parameters.wait_for_pending()
-        has_nonfinite = not all(master.isfinite().all() for master in parameters.local_masters)
-        if sum_scalars([float(has_nonfinite)], self.group, self.group.device)[0]:
-            raise TrainingDivergedError(
-                f"stopped at step {step}: the parameters are not finite after it, so they are not saved; lower "
-                "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
-                "checkpoint, if there is one)"
-            )
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.saver.folder
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint, and wait until it is complete. Every rank calls it. Returns its folder."""
+        self.saver.clear()
+        folder = self.start_save(step)
+        self.saver.finish()
+        return folder
+
+    def start_save(self, step: int) -> Path:
+        """Begin to write a checkpoint of this state while the run goes on: every rank calls it, `saver.finish` before
+        the next one, and `saver.close` at the end. Returns the folder that the checkpoint gets."""
+        start_s = time.perf_counter()
+        outer, scaler = self.outer_optimizer, self.optimizer.loss_scaler
         self.check_buffers()
         broadcast_buffers(self.module, self.module_part_group)
         saved_by = SavedBy(
@@ -108,17 +109,35 @@ class TrainingState:
         )
         shapes, dtypes = self._shapes_and_dtypes
         manifest = CheckpointManifest(step, self.data_fingerprint, shapes, dtypes, saved_by)
-        keep, group = self.keep_newest, self.group.process_group
-        path = save_checkpoint(self.checkpoint_folder, self.written_tensors(), manifest, keep=keep, group=group)
+        shards = self._shards_to_write()
         self.optimizer.drop_copies()
-        return path, manifest.size_bytes
+        self.optimizer.before_update = self.saver.before_update
+        return self.saver.start(manifest, shards, waited_s=time.perf_counter() - start_s)
+
+    def _shards_to_write(self) -> dict[str, ShardToWrite]:
+        """The shards that this rank writes, in the order in which updates need them written. Only masters, moments and
+        pending gradients are read while training goes on, and frozen parameters; all others are copied, as is all
+        that outer steps change."""
+        shards, order = dict[str, ShardToWrite](), self.optimizer.sharded_parameters.update_order or ()
+        indices, rank_of_slice = self.optimizer.index_by_parameter(), {index: at for at, index in enumerate(order)}
+        for full_name, shard in self.written_tensors().items():
+            kind, _, name = full_name.partition("/")
+            if kind in self.optimizer.changed_kinds and name in indices and self.outer_optimizer is None:
+                shards[full_name] = ShardToWrite(shard, indices[name])
+            elif kind == "frozen":
+                shards[full_name] = ShardToWrite(shard)
+            else:
+                shards[full_name] = ShardToWrite(replace(shard, values=shard.values.clone()), is_copy=True)
+        last = len(order) + len(indices)
+        when = {None: last} | {index: rank_of_slice.get(index, len(order) + index) for index in indices.values()}
+        return dict(sorted(shards.items(), key=lambda item: when[item[1].slice_index]))
 
     def restore_newest(self) -> ResumePoint:
         """Load the newest checkpoint, if there is one, and clear what a killed run left in the folder."""
         newest = newest_checkpoint(self.checkpoint_folder)
         resume_point = ResumePoint(newest, *self.restore(newest)) if newest else ResumePoint(None, 0, [])
         # Here, because a run that was killed at its end saves nothing more.
-        clear_interrupted_saves(self.checkpoint_folder, keep=self.keep_newest, group=self.group.process_group)
+        self.saver.clear()
         return resume_point
 
     def restore(self, checkpoint: Path) -> tuple[int, list[str]]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from motet.checkpoint.checkpoint_folders import PARTIAL_SUFFIX, checkpoint_name
 from motet.checkpoint.data_files import DataFile, DataFileWriter
 from motet.checkpoint.manifest import CheckpointManifest
+from motet.checkpoint.publication import RankRecord, publish
 from motet.checkpoint.reader import CheckpointReader
 from motet.checkpoint.safetensors_header import DataBox
-from motet.checkpoint.save_and_load import _commit, _describe, _WrittenByRank
 from motet.checkpoint.tensor_index import Box
 from motet.checkpoint.tools.boxes import cut_box
 from motet.checkpoint.verification import verify_files
@@ -34,13 +34,12 @@ def write_checkpoint(folder: Path, manifest: CheckpointManifest, read: BoxReader
     final = folder / checkpoint_name(manifest.step)
     unfinished = final.with_name(final.name + PARTIAL_SUFFIX)
     unfinished.mkdir()
-    written = list[_WrittenByRank]()
+    records = list[RankRecord]()
     for i, boxes in enumerate(_boxes_by_file(manifest)):
         name = f"rank-{i:05d}.safetensors"
         file = _write_file(unfinished / name, boxes, read, report=report)
-        written.append(_WrittenByRank({name: file.size_bytes}, file.chunks, {}))
-    _describe(unfinished, manifest, written)
-    _commit(unfinished, final)
+        records.append(RankRecord(name, *file))
+    publish(unfinished, final, manifest=manifest, records=records)
     return final
 
 

@@ -1,6 +1,6 @@
 """Parameter groups, the gradient norm, and AdamW or SGD on sharded master parameters."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -94,6 +94,8 @@ class ShardedOptimizer:
     ) -> None:
         self.sharded_parameters, self._settings, self.states = sharded_parameters, settings, states
         self._captured: list[Tensor] | None = None
+        # Called with the indices of masters before they, their moments or their pending gradients change
+        self.before_update: Callable[[Collection[int]], None] = _let_pass
         self.loss_scaler: LossScaler | None = None  # Set in fp16
         self._reproducible_group, self._gradient_scale = reproducible_group, 1.0
         self._learning_rate_scales = [scale for scale, _ in group_keys]
@@ -244,6 +246,7 @@ class ShardedOptimizer:
         if self.states is None:
             self._update_in_memory(gradients)
         elif self._pending is not None:
+            self.before_update(gradients)
             with self.states.updating(gradients):
                 self._pending.keep(gradients, self._gradient_scale)
             self._capture({index: self._pending.gradients[index] for index in gradients})
@@ -257,6 +260,7 @@ class ShardedOptimizer:
     def _update_slice(self, index: int, following: Sequence[int]) -> None:
         """Update a master on the host. Files of masters that follow are read meanwhile."""
         assert self.states is not None
+        self.before_update([index])
         gradient = self._queued.pop(index)  # The sums of the next step get its memory
         # Pending gradients have arrived, and sums of this step may be under way
         with self.states.updating([index] if self._pending is None else []):
@@ -298,6 +302,7 @@ class ShardedOptimizer:
             step += 1
 
     def _update_in_memory(self, gradients: Mapping[int, Tensor]) -> None:
+        self.before_update(gradients)
         together: dict[int | None, list[int]] = {}
         for index, gradient in gradients.items():
             is_cast = gradient.dtype != self._masters[index].dtype
@@ -315,6 +320,18 @@ class ShardedOptimizer:
             self._optimizer.step()
             for master in masters:
                 master.grad = None
+
+    @property
+    def changed_kinds(self) -> set[str]:
+        """The kinds of state with one tensor for each master that an update changes in place."""
+        moments = () if self._compact else self._settings.moment_kinds  # Decoded copies do not change
+        return {"master", *moments, *([KIND] if self._pending is not None else [])}
+
+    def index_by_parameter(self) -> dict[str, int]:
+        """The index of the master that holds elements of a parameter, by its name."""
+        indices = [torch.tensor(i).expand(master.numel()) for i, master in enumerate(self._masters)]
+        shards = self.sharded_parameters.local_shards(indices if self.sharded_parameters.optimizer_groups else [])
+        return {name: int(each.values.reshape(-1)[0]) for name, each in shards.items() if each.values.numel()}
 
     def state_kinds(self) -> dict[str, Tensor]:
         """The state of one master by kind; a tensor without dimensions is the same for all masters."""
@@ -399,6 +416,10 @@ class ShardedOptimizer:
             return {kind: torch.zeros_like(parameter) for kind in kinds}
         index = next(index for index, master in enumerate(self._masters) if master is parameter)
         return self.states.moments(index, kinds)
+
+
+def _let_pass(indices: Collection[int]) -> None:
+    """No save is under way."""
 
 
 def piece_update(

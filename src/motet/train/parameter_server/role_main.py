@@ -326,7 +326,7 @@ class CoordinatorTrainStep:
     def _next_boundary(self, step: int) -> int:
         """The next step after which the coordinator reads the parameters."""
         job = self.job
-        intervals = [every for every in (job.checkpoint.every, job.monitor.evaluate_every) if every is not None]
+        intervals = [*job.checkpoint.step_intervals, *filter(None, [job.monitor.evaluate_every])]
         ends = [self.total_steps, job.run.stop_at or self.total_steps]
         return min([*ends, *((step // every + 1) * every for every in intervals)])
 
