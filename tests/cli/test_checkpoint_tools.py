@@ -175,7 +175,7 @@ def test_masters_and_their_moments_are_cast(tmp_path: Path) -> None:
 
 
 def test_a_value_that_becomes_infinite_is_refused(tmp_path: Path) -> None:
-    where = save_state(tmp_path / "a", 1, {"master/w": torch.tensor([1.0, math.inf, 1e6])})
+    where = save_state(tmp_path / "a", 1, {"master/w": torch.tensor([1.0, 1e6])})
     with pytest.raises(InputError, match=r"master/w has 1e\+06, more than float16 holds; cast to a wider dtype"):
         call("cast", "fp16", where, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -23,19 +23,28 @@ from motet.core.errors import CheckpointSaveError, InputError, check_input, conv
 from motet.core.units import dtype_name
 
 _MAX_FILE_BYTES = 2**34
-_REMEDY = "make room, or give another --output"
 # Reads a box of a tensor by its name.
 BoxReader = Callable[[str, Box], Tensor]
 ByteReporter = Callable[[int], None]
 
 
-def write_checkpoint(folder: Path, manifest: CheckpointManifest, read: BoxReader, *, report: ByteReporter) -> Path:
-    """Write `step-N` into a folder of checkpoints; `read` gives the values of the manifest's tensors."""
+def write_checkpoint(
+    folder: Path,
+    manifest: CheckpointManifest,
+    read: BoxReader,
+    *,
+    report: ByteReporter,
+    stored_boxes: Callable[[str], Sequence[Box] | None] = lambda _: None,
+) -> Path:
+    """Write `step-N` into a folder of checkpoints; `read` gives the values of the manifest's tensors.
+
+    It is asked for boxes inside of the `stored_boxes` of a tensor, if it has some, in their order.
+    """
     final = folder / checkpoint_name(manifest.step)
     unfinished = final.with_name(final.name + PARTIAL_SUFFIX)
     unfinished.mkdir()
     records = list[RankRecord]()
-    for i, boxes in enumerate(_boxes_by_file(manifest)):
+    for i, boxes in enumerate(_boxes_by_file(manifest, stored_boxes)):
         name = f"rank-{i:05d}.safetensors"
         file = _write_file(unfinished / name, boxes, read, report=report)
         records.append(RankRecord(name, *file))
@@ -43,11 +52,14 @@ def write_checkpoint(folder: Path, manifest: CheckpointManifest, read: BoxReader
     return final
 
 
-def _boxes_by_file(manifest: CheckpointManifest) -> Iterator[list[DataBox]]:
+def _boxes_by_file(
+    manifest: CheckpointManifest, stored_boxes: Callable[[str], Sequence[Box] | None]
+) -> Iterator[list[DataBox]]:
     boxes, size_bytes = list[DataBox](), 0
     for name, lengths in manifest.shapes.items():
         shape = tuple(lengths)
-        for box in cut_box(((0,) * len(shape), shape)):
+        stored = stored_boxes(name) or [((0,) * len(shape), shape)]
+        for box in (part for each in stored for part in cut_box(each)):
             boxes.append(DataBox(name, manifest.dtypes[name], shape, *box))
             size_bytes += boxes[-1].size_bytes
             if size_bytes >= _MAX_FILE_BYTES:
@@ -68,16 +80,16 @@ def _write_file(path: Path, boxes: Sequence[DataBox], read: BoxReader, *, report
 
 
 @contextmanager
-def new_folder(folder: Path, needed_bytes: int) -> Iterator[None]:
+def new_folder(folder: Path, needed_bytes: int, option: str = "folder") -> Iterator[None]:
     """Make a folder that the block fills, and remove it if the block fails. One with files is refused."""
-    with convert_os_errors(f"write {folder}", "give another --output"):
-        is_new = not folder.exists()
-        is_free = is_new or (folder.is_dir() and not any(folder.iterdir()))
-        check_input(is_free, f"{folder} exists already; remove it, or give another --output")
+    remedy = f"make room, or give another {option}"
+    with convert_os_errors(f"write {folder}", f"give another {option}"):
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        check_input(is_free, f"{folder} exists already; remove it, or give another {option}")
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        with convert_os_errors(f"write {folder}", _REMEDY, CheckpointSaveError):
-            check_free_space(folder, needed_bytes, _REMEDY)
+        with convert_os_errors(f"write {folder}", remedy, CheckpointSaveError):
+            check_free_space(folder, needed_bytes, remedy)
             yield
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
