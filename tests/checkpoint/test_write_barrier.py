@@ -52,6 +52,29 @@ def test_values_are_read_in_place_or_copied_before_an_update() -> None:
     assert barrier.copied_bytes == originals[2].nbytes and barrier.stall_s > 0.04
 
 
+def test_an_update_waits_for_one_box_and_no_copy_stays() -> None:
+    """The others are copied while one is read; what is written holds no memory any more."""
+    boxes = _boxes(4)
+    for each in boxes:
+        each.slice_index = 0
+    values = torch.cat([each.values for each in boxes])
+    for each, part in zip(boxes, values, strict=True):
+        each.values = part.unsqueeze(0)
+    barrier = _barrier(boxes)
+    with barrier.reading(boxes[0]):
+        thread = _update(barrier, values, 0)
+        deadline_s = time.monotonic() + 10
+        while barrier.copied_bytes < 3 * boxes[0].values.nbytes and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert thread.is_alive() and barrier.copied_bytes == 3 * boxes[0].values.nbytes
+    thread.join(10)
+    assert values.eq(-1.0).all()
+    for index, each in enumerate(boxes[1:], 1):
+        with barrier.reading(each) as copy:
+            assert copy.eq(float(index)).all()
+    assert [each.values.untyped_storage().nbytes() for each in boxes] == [0] * 4
+
+
 def test_slices_in_files_are_waited_for_and_not_copied() -> None:
     boxes = _boxes(1)
     values = boxes[0].values

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from motet.checkpoint.data_files import DataFileWriter
-from motet.core.errors import MotetError
+from motet.core.errors import MotetError, TrainingDivergedError
 from motet.monitor.events import CheckpointSaved, CheckpointStarted, RunEnded, WarningIssued, read_events
 from motet.monitor.sinks import Callback
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.loop import run_rank
+from motet.train.loop import TrainingLoop, run_rank
 from motet.train.state import TrainingState
 from ranks import Ranks
 from train.runs import run_job, small_job
@@ -67,6 +67,34 @@ def test_the_failure_of_one_rank_ends_the_run_on_all(
     events = read_events(run / "events.jsonl")
     assert [event.step for event in events if isinstance(event, CheckpointStarted)] == [2]
     assert isinstance(events[-1], RunEnded) and events[-1].steps < 20
+
+
+def _train_until_an_error(place: RankEnvironment, job: Job, folder: Path) -> bool:
+    """Whether the checkpoint that the first rank writes slowly is there when this rank ends with an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        write = DataFileWriter.write_box
+
+        def write_slowly(self: DataFileWriter, *arguments: Any) -> None:
+            time.sleep(0.05 * (place.rank == 0))
+            write(self, *arguments)
+
+        def diverge(_: TrainingLoop, done: int, __: object) -> None:
+            if done == 3:
+                raise TrainingDivergedError("a loss that is no number")
+
+        patch.setattr(DataFileWriter, "write_box", write_slowly)
+        patch.setattr(TrainingLoop, "_check_divergence", diverge)
+        with pytest.raises(TrainingDivergedError, match="no number"):
+            run_job(place, job, folder)
+    return (folder / "checkpoints/step-00000002").is_dir()
+
+
+def test_a_run_that_fails_completes_the_checkpoint_of_an_earlier_step(ranks: Ranks, tmp_path: Path) -> None:
+    """All ranks stay until the first has it, since it would be ended with the first that is gone."""
+    job = small_job(tmp_path, "checkpoint.every=2", "layout.zero=2", "run.steps=20")
+    assert ranks.run_places(2, _train_until_an_error, job, tmp_path / "run", timeout_s=120) == [True, True]
+    *_, saved, end = read_events(tmp_path / "run/events.jsonl")
+    assert isinstance(saved, CheckpointSaved) and saved.step == 2 and isinstance(end, RunEnded)
 
 
 def _train_slowly(place: RankEnvironment, job: Job, folder: Path, slow_s: float, stops: bool = False) -> int:

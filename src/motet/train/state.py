@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -110,9 +110,11 @@ class TrainingState:
         shapes, dtypes = self._shapes_and_dtypes
         manifest = CheckpointManifest(step, self.data_fingerprint, shapes, dtypes, saved_by)
         shards = self._shards_to_write()
-        self.optimizer.drop_copies()
         self.optimizer.before_update = self.saver.before_update
-        return self.saver.start(manifest, shards, waited_s=time.perf_counter() - start_s)
+        try:
+            return self.saver.start(manifest, shards, waited_s=time.perf_counter() - start_s)
+        finally:
+            self.optimizer.drop_copies()
 
     def _shards_to_write(self) -> dict[str, ShardToWrite]:
         """The shards that this rank writes, in the order in which updates need them written. Only masters, moments and
@@ -127,8 +129,8 @@ class TrainingState:
             elif kind == "frozen":
                 shards[full_name] = ShardToWrite(shard)
             else:
-                copy, is_master = replace(shard, values=shard.values.clone()), "master" in full_name.split("/")[:-1]
-                shards[full_name] = ShardToWrite(copy, is_copy=True, must_be_finite=is_master)
+                is_master = "master" in full_name.split("/")[:-1]
+                shards[full_name] = ShardToWrite(shard, is_copied=True, must_be_finite=is_master)
         last = len(order) + len(indices)
         when = {None: last} | {index: rank_of_slice.get(index, len(order) + index) for index in indices.values()}
         return dict(sorted(shards.items(), key=lambda item: when[item[1].slice_index]))
