@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from motet.checkpoint import background_writer
 from motet.checkpoint.data_files import DataFileWriter
 from motet.core.errors import MotetError, TrainingDivergedError
 from motet.monitor.events import CheckpointSaved, CheckpointStarted, RunEnded, WarningIssued, read_events
@@ -22,18 +23,19 @@ from ranks import Ranks
 from train.runs import run_job, small_job
 
 SENTENCES = {
-    "disk": (r"could not save .*step-00000002 \(No space left on device\): it needs", "5 "),
+    "disk": (r"could not save .*step-00000020 \(No space left on device\): it needs", "5 "),
+    "index": (r"could not save .*step-00000002 \(No space left on device\): it needs", "5 "),
     "nan": ("the parameters are not finite after step 2, so they are not saved", "4 "),
 }
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path, broken_rank: int, fault: str) -> str:
-    """The error of a run in which one rank cannot write its second checkpoint, or has a parameter that is no number."""
+    """The error of a run in which one rank cannot write its checkpoint, or has a parameter that is no number."""
     with pytest.MonkeyPatch.context() as patch:
         start = TrainingState.start_save
 
-        def fail(*_: object) -> None:
-            time.sleep(0.05)
+        def fail(*_: object, **__: object) -> None:
+            time.sleep(0.3 if fault == "index" else 0.05)  # Until the ranks have agreed that all have written
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
         def spoil(self: TrainingState, step: int) -> Path:
@@ -43,6 +45,8 @@ def _train(place: RankEnvironment, job: Job, folder: Path, broken_rank: int, fau
 
         if place.rank == broken_rank and fault == "disk":
             patch.setattr(DataFileWriter, "write_box", fail)
+        elif place.rank == broken_rank and fault == "index":
+            patch.setattr(background_writer, "publish", fail)
         elif place.rank == broken_rank:
             patch.setattr(TrainingState, "start_save", spoil)
         try:
@@ -52,21 +56,24 @@ def _train(place: RankEnvironment, job: Job, folder: Path, broken_rank: int, fau
     return "no error"
 
 
-@pytest.mark.parametrize("broken_rank", [0, 1])
-@pytest.mark.parametrize("fault", ["disk", "nan"])
+@pytest.mark.parametrize(("fault", "broken_rank"), [("disk", 0), ("disk", 1), ("index", 0), ("nan", 0), ("nan", 1)])
 def test_the_failure_of_one_rank_ends_the_run_on_all(
-    ranks: Ranks, tmp_path: Path, broken_rank: int, fault: str
+    ranks: Ranks, tmp_path: Path, fault: str, broken_rank: int
 ) -> None:
-    steps = 20 if fault == "disk" else 2  # Its third step would end with a loss that is no number
-    job, run = small_job(tmp_path, "checkpoint.every=2", "layout.zero=2", f"run.steps={steps}"), tmp_path / "run"
+    """Long before the next save. Updates of states on disk, which would wait until they are written, go on."""
+    step = 20 if fault == "disk" else 2
+    settings = ["memory.optimizer=disk", f"memory.folder={tmp_path}", "run.steps=60"]
+    # Its third step would end with a loss that is no number
+    settings = settings if fault == "disk" else ["run.steps=2"]
+    job, run = small_job(tmp_path, f"checkpoint.every={step}", "layout.zero=2", *settings), tmp_path / "run"
     first, second = ranks.run_places(2, _train, job, run, broken_rank, fault, timeout_s=120)
     assert first == second
     text, code = SENTENCES[fault]
     assert re.search(text, first) and first.startswith(code)
     assert [path.name for path in (run / "checkpoints").iterdir()] == []
     events = read_events(run / "events.jsonl")
-    assert [event.step for event in events if isinstance(event, CheckpointStarted)] == [2]
-    assert isinstance(events[-1], RunEnded) and events[-1].steps < 20
+    assert [event.step for event in events if isinstance(event, CheckpointStarted)] == [step]
+    assert isinstance(events[-1], RunEnded) and events[-1].steps < 2 * step
 
 
 def _train_until_an_error(place: RankEnvironment, job: Job, folder: Path) -> bool:
