@@ -311,6 +311,8 @@ CASES: dict[str, list[Setup | str]] = {
     "checkpoints of which one is damaged": [RUN, cut(f"{NEWEST}/*.safetensors")],
     "checkpoints that are not there": [write("notes/text.txt")],
     "an export to a folder that is not empty": [RUN, write("notes/text.txt")],
+    "an export to a file": [RUN],
+    "an export to a full disk": [RUN, disk("size=8k")],
     "an export of a checkpoint that is not there": [write("notes/text.txt")],
     "an export of a checkpoint without its run": [RUN, remove("run/job.toml")],
     "an export of a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.safetensors")],

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from motet.checkpoint.reader import CheckpointReader
 from motet.core.direct_io import check_free_space
-from motet.core.errors import InputError, check_input, convert_os_errors
+from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
 from motet.core.locked_folders import locked_folder
 from motet.core.text_files import parse_json
 from motet.core.trace import log_if_slow, progress_if_slow
@@ -81,7 +81,7 @@ def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settin
         with log_if_slow(log, f"checking the tensors of {checkpoint.path} ..."):
             exported.parameters.verify(name for tensor in exported.tensors for name in tensor.sources)
         progress = progress_if_slow(log)
-        check_free_space(unfinished, exported.size_bytes, "make room, or export to another disk")
+        check_free_space(unfinished.parent, exported.size_bytes, "make room, or export to another disk")
         tokenizer = _write_tokenizer(job, unfinished, log)
         if exported.adapters is not None:
             write_adapters(unfinished, adapters, exported.adapters, progress=progress)
@@ -94,19 +94,22 @@ def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settin
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder that gets its name when everything in it is complete."""
-    remedy = "give another folder"
+    remedy, final = "give another folder", folder.absolute()
     with convert_os_errors(f"write {folder}", remedy):
         check_input(not folder.exists() or folder.is_dir(), f"{folder} is a file; {remedy}")
         has_files = folder.is_dir() and any(folder.iterdir())
         check_input(not has_files, f"{folder} is not empty; remove it or {remedy}")
-        parent = folder.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        with locked_folder(parent, f".{folder.absolute().name}.partial-") as unfinished:
-            yield unfinished
-            mask = os.umask(0)
-            os.umask(mask)
-            unfinished.chmod(0o777 & ~mask)
-            unfinished.rename(folder)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        check_input(os.access(final.parent, os.W_OK | os.X_OK), f"cannot write into {final.parent}; {remedy}")
+    with (
+        convert_os_errors(f"write {folder}", f"make room, or {remedy}", CheckpointSaveError),
+        locked_folder(final.parent, f".{final.name}.partial-") as unfinished,
+    ):
+        yield unfinished
+        mask = os.umask(0)
+        os.umask(mask)
+        unfinished.chmod(0o777 & ~mask)
+        unfinished.rename(final)
 
 
 def _module(model: UserModuleSettings, parameters: StoredParameters, settings: ExportSettings) -> _ExportedModel:
