@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -28,7 +29,7 @@ from motet.checkpoint.publication import (
 )
 from motet.checkpoint.write_barrier import BoxToWrite, WriteBarrier
 from motet.checkpoint.writers import convert_save_errors
-from motet.core.errors import CheckpointSaveError, MotetError, TrainingDivergedError, convert_os_errors
+from motet.core.errors import CheckpointSaveError, MotetError, PeerFailedError, TrainingDivergedError, convert_os_errors
 from motet.core.units import dtype_name
 
 # Elements that are looked at together; more would start further threads of torch.
@@ -48,8 +49,8 @@ def on_all_ranks(group: dist.ProcessGroup | None, action: Callable[[], ResultT])
     if group is not None:
         failures = [None] * dist.get_world_size(group)
         dist.all_gather_object(failures, failure, group=group)
-    if first := next(filter(None, [failure, *failures]), None):
-        raise first
+    if any(failures):  # The cause before its effect on another rank
+        raise min(filter(None, failures), key=lambda error: isinstance(error, PeerFailedError))
     return result  # type: ignore[return-value]  # without an error it is the action's result
 
 
@@ -60,6 +61,7 @@ class ShardToWrite:
     shard: CheckpointShard
     slice_index: int | None = None
     is_copy: bool = False  # Made for this save
+    must_be_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ class _RankSave:
                     self._publish(record)
         except BaseException as error:  # noqa: BLE001  # The thread that trains raises it
             self.error = error
+            if self._saver.rank:
+                with suppress(OSError):  # It may be the disk that is full
+                    problem = str(error) if isinstance(error, MotetError) else repr(error)
+                    write_record(self.unfinished, self._saver.rank, RankRecord(None, 0, {}, problem=problem))
         finally:
             self.barrier.open()
             self._shards = {}  # Copies among them are of no more use
@@ -133,15 +139,14 @@ class _RankSave:
             with DataFileWriter(path, to_write) as writer:
                 for box in writer.boxes:
                     with self.barrier.reading(to_write[box]) as values:
-                        self._check_finite(box.name, values)
+                        if self._shards[box.name].must_be_finite:
+                            self._check_finite(values)
                         writer.write_box(box, values)
                 file = writer.finish()
         copied_bytes, stall_s = copied_bytes + self.barrier.copied_bytes, self.barrier.stall_s
         return RankRecord(path.name if to_write else None, *file, shapes, dtypes, copied_bytes, stall_s)
 
-    def _check_finite(self, name: str, values: Tensor) -> None:
-        if "master" not in name.split("/")[:-1]:
-            return
+    def _check_finite(self, values: Tensor) -> None:
         if not all(part.isfinite().all() for part in values.reshape(-1).split(_FINITE_NUMEL)):
             raise TrainingDivergedError(
                 f"stopped: the parameters are not finite after step {self.manifest.step}, so they are not saved; lower "
@@ -261,10 +266,15 @@ class CheckpointSaver:
             save.patience_s = patience_s
             save.is_done.wait()
             self._save = None
+            if save.error is not None:
+                self._remove(save)
 
     def _abandon(self, save: _RankSave) -> None:
         save.patience_s = 0.0
         save.is_done.wait()
+        self._remove(save)
+
+    def _remove(self, save: _RankSave) -> None:
         if self.rank == 0:
             shutil.rmtree(save.unfinished, ignore_errors=True)  # Frees space for other files
 

@@ -26,7 +26,7 @@ from motet.checkpoint.manifest import (
 )
 from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES
 from motet.checkpoint.tensor_index import TensorIndex, index_problems, index_to_text
-from motet.core.errors import CheckpointSaveError, convert_os_errors
+from motet.core.errors import CheckpointSaveError, PeerFailedError, convert_os_errors
 
 _MOST_S_BETWEEN_LOOKS = 0.05
 _RECORD_SUFFIX = ".written.json"
@@ -58,13 +58,14 @@ class RankRecord:
     dtypes: dict[str, str] = field(default_factory=dict)
     copied_bytes: int = 0  # Bytes that were copied before an update could change them
     stall_s: float = 0.0  # In which updates waited for copies and writes
+    problem: str = ""  # The reason why it could not write them
 
 
 _RECORD = TypeAdapter(RankRecord)
 
 
 def write_record(folder: Path, rank: int, record: RankRecord) -> None:
-    """Tell the first rank that another one has written all that it writes."""
+    """Tell the first rank that another one has written all that it writes, or cannot."""
     path = folder / f"rank-{rank:05d}{_RECORD_SUFFIX}"
     new = path.with_suffix(".new")
     new.write_text(json.dumps(asdict(record)), encoding="utf-8")
@@ -79,9 +80,11 @@ def wait_for_records(folder: Path, ranks: int, patience_s: Callable[[], float]) 
     while missing:
         arrived = sorted(missing.keys() & {entry.name for entry in os.scandir(folder)})
         for name in arrived:
-            records[missing.pop(name)] = validate_json(_RECORD, name, (folder / name).read_bytes())
+            record = records[missing.pop(name)] = validate_json(_RECORD, name, (folder / name).read_bytes())
             (folder / name).unlink()
             last_s = time.monotonic()
+            if record.problem:
+                raise PeerFailedError(record.problem)
         if missing and time.monotonic() - last_s > (most_s := patience_s()):
             raise CheckpointSaveError(
                 f"could not save {folder.with_suffix('')}: rank {min(missing.values())} has not written its part "

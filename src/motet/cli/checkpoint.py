@@ -37,7 +37,6 @@ checkpoint_app.command("inspect")(inspect_command)
 checkpoint_app.command("diff")(diff_command)
 checkpoint_app.command("average")(average_command)
 checkpoint_app.command("cast")(cast_command)
-checkpoint_app.command("export")(export_checkpoint_command)
 
 
 @checkpoint_app.command("verify")

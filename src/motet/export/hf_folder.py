@@ -123,7 +123,8 @@ def _module(model: UserModuleSettings, parameters: StoredParameters, settings: E
     stored = module_without_memory(checkpoint, parameters)
     write_config = partial(_write_module_config, stored.module, place=Path(place).expanduser())
     if settings.adapters == "peft":
-        adapters = module_adapters(stored, checkpoint, place)
+        base = None if checkpoint.weights_folder is None else place
+        adapters = module_adapters(stored, checkpoint, base)
         return _ExportedModel(adapters.tensors, stored.parameters, write_config, adapters)
     tensors = exported_module(stored)
     dtype = next(tensor.dtype for tensor in tensors if "float" in tensor.dtype)

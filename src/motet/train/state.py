@@ -123,11 +123,12 @@ class TrainingState:
         for full_name, shard in self.written_tensors().items():
             kind, _, name = full_name.partition("/")
             if kind in self.optimizer.changed_kinds and name in indices and self.outer_optimizer is None:
-                shards[full_name] = ShardToWrite(shard, indices[name])
+                shards[full_name] = ShardToWrite(shard, indices[name], must_be_finite=kind == "master")
             elif kind == "frozen":
                 shards[full_name] = ShardToWrite(shard)
             else:
-                shards[full_name] = ShardToWrite(replace(shard, values=shard.values.clone()), is_copy=True)
+                copy, is_master = replace(shard, values=shard.values.clone()), "master" in full_name.split("/")[:-1]
+                shards[full_name] = ShardToWrite(copy, is_copy=True, must_be_finite=is_master)
         last = len(order) + len(indices)
         when = {None: last} | {index: rank_of_slice.get(index, len(order) + index) for index in indices.values()}
         return dict(sorted(shards.items(), key=lambda item: when[item[1].slice_index]))
