@@ -41,17 +41,11 @@ def export_checkpoint_command(
         return
     from motet.checkpoint.reader import open_checkpoint
     from motet.export.hf_folder import ExportSettings, export_to_hf
-    from motet.train.launch.run_folder import JOB_FILE, read_stored_job
+    from motet.train.launch.run_folder import job_of_checkpoint
 
     settings = ExportSettings(_parse_dtype(dtype), parse_bytes(shard_size), adapters)
     with convert_os_errors(f"read {run}", "make it readable for this user"), open_checkpoint(run) as checkpoint:
-        run_folder = checkpoint.path.absolute().parent.parent
-        check_input(
-            (run_folder / JOB_FILE).is_file(),
-            f"{checkpoint.path} is in no run: {run_folder} has no {JOB_FILE}, which says of what model it is; put it "
-            "back into the checkpoints of its run",
-        )
-        job = read_stored_job(run_folder)
+        job = job_of_checkpoint(checkpoint.path)
         size_bytes = export_to_hf(job, checkpoint, folder, settings=settings, log=log)
     print_lines(f"{folder} has {format_bytes(size_bytes)} of {job.name} at step {checkpoint.step}")
 

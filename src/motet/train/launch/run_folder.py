@@ -242,6 +242,17 @@ def read_stored_job(path: Path, overrides: list[str] | None = None) -> Job:
     return job_from_tree(tree, source) if overrides is None else overridden_job(tree, overrides, source)
 
 
+def job_of_checkpoint(checkpoint: Path) -> Job:
+    """The job of the run in whose folder a checkpoint lies."""
+    run_folder = checkpoint.absolute().parent.parent
+    check_input(
+        (run_folder / JOB_FILE).is_file(),
+        f"{checkpoint} is in no run: {run_folder} has no {JOB_FILE}, which says of what model it is; put it "
+        "back into the checkpoints of its run",
+    )
+    return read_stored_job(run_folder)
+
+
 def read_stored_tree(path: Path) -> dict[str, Any]:
     """The resolved job of a run folder as plain nested values."""
     try:
