@@ -68,7 +68,7 @@ def write_record(folder: Path, rank: int, record: RankRecord) -> None:
     """Tell the first rank that another one has written all that it writes, or cannot."""
     path = folder / f"rank-{rank:05d}{_RECORD_SUFFIX}"
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    new.write_text(json.dumps(vars(record)), encoding="utf-8")
     new.rename(path)  # A record is complete when it has its name
 
 

@@ -293,6 +293,16 @@ class TrainingState:
                 "the checkpoint was made with other ranks, buckets or compression: the error feedback of compressed "
                 "gradients is dropped"
             )
+        now, stored_dtypes = (
+            self.optimizer.state_kinds()["master"].dtype,
+            {dtype for name, dtype in manifest.dtypes.items() if name.startswith("master/")},
+        )
+        for dtype in sorted(stored_dtypes - {dtype_name(now)}):
+            loss = "rounded" if getattr(torch, dtype).itemsize > now.itemsize else "converted without a loss"
+            remarks.append(
+                f"the checkpoint has masters in {dtype}, this run in {dtype_name(now)}: they and moments of that dtype "
+                f"are {loss}, and the run continues, but not bit for bit as it would have"
+            )
         if RATE in saved_by.shapes and not self.optimizer.delays:
             remarks.append("the gradients of its last step, which memory.update = 'delayed' would apply, are dropped")
         current = {"threads": torch.get_num_threads(), "torch": torch.__version__, "reproducible": self.reproducible}

@@ -147,7 +147,8 @@ RESUME_RULES: dict[str, ResumeRule] = {
     **dict.fromkeys(("layout", "communication", "outer", "optimizer"), "warned"),
     **dict.fromkeys(("run.device", "precision.reduce_dtype", "precision.emulate"), "warned"),
     **dict.fromkeys(("precision.loss_scale", "precision.loss_scale_growth_steps"), "warned"),
-    "precision.loss_scale_initial": "ignored",
+    # A warning about the checkpoint names masters in another dtype
+    **dict.fromkeys(("precision.loss_scale_initial", "precision.master_dtype"), "ignored"),
     **dict.fromkeys(("layout.server.send_order", "layout.server.copies", "layout.server.snapshot_every"), "ignored"),
     **dict.fromkeys(("layout.server.listen", "layout.server.eviction_timeout_s"), "ignored"),
     "layout.server.max_process_restarts": "ignored",
