@@ -140,6 +140,17 @@ def test_ranks_are_given_up_when_they_have_written_nothing_for_a_while(tmp_path:
         assert patience_s <= time.monotonic() - start_s < 10 * patience_s + 0.1
 
 
+def test_a_run_that_ends_gives_up_a_lost_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, None, Retention(1), device=torch.device("cpu"))
+    saver.ranks = 2  # Of which the other one never writes
+    manifest = CheckpointManifest(1, "", {"b": [8]}, {"b": "float32"}, SavedBy(1, 1, "", None))
+    saver.start(manifest, {"b": ShardToWrite(CheckpointShard.from_tensor(torch.ones(8)))})
+    thread = threading.Thread(target=saver.close, kwargs={"patience_s": 0.1}, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and not saver.has_failed and [*tmp_path.iterdir()] == []
+
+
 def test_what_no_slice_changes_is_copied_box_by_box_when_the_save_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
