@@ -7,6 +7,7 @@ as weights alone.
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,9 @@ def read_dcp_chunk(folder: Path, name: str, *, tensor: DcpTensor, chunk: StoredC
     with refuse_dcp_damage(folder):
         content = read_chunk_bytes(folder, chunk)
         try:
-            values: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of pickles that it then refuses
+                values: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except _LOAD_ERRORS as error:
             raise ValueError(f"{chunk.file}: {name} is not a tensor of torch ({type(error).__name__})") from None
         is_dense = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_quantized
