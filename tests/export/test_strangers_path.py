@@ -1,7 +1,7 @@
 """The path of somebody who comes from Hugging Face and goes back, by the commands alone.
 
-A folder of `save_pretrained` gets adapters on conversations; the run is stopped and resumed in another layout; the export
-loads in transformers, which continues a prompt with the tokens of `motet generate`, and PEFT loads the adapters.
+A folder of `save_pretrained` gets adapters on conversations; the run is stopped and resumed in another layout; the
+export loads in transformers, which continues a prompt with the tokens of `motet generate`, and PEFT loads the adapters.
 """
 
 import json
@@ -45,9 +45,9 @@ def save_base(folder: Path, family: str, style: str) -> Path:
     return folder / "base"
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.proof) for name in ("qwen3", "gemma3_text"))]
-)
+@pytest.mark.proof
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers for it
+@pytest.mark.parametrize("family", PATHS)
 def test_adapters_on_conversations_go_back_to_transformers(tmp_path: Path, family: str) -> None:
     style, other_layout = PATHS[family]
     base = save_base(tmp_path, family, style)
@@ -72,12 +72,12 @@ def test_adapters_on_conversations_go_back_to_transformers(tmp_path: Path, famil
     options = {"max_new_tokens": 24, "do_sample": False}
     length = prompt["input_ids"].shape[1]
     expected = merged.generate(**prompt, **options)[0, length:].tolist()
+    assert 2 <= len(expected) < 24 and expected.pop() in merged.generation_config.eos_token_id
     words = (QUESTION, "--chat", "--temperature", "0", "--tokens", "24", "--json")
     for source in ("run", "merged"):
         answer = json.loads(motet(tmp_path, "generate", source, *words))
-        told = answer["tokens"]
-        assert told == expected[: len(told)] and len(told) >= min(4, len(expected)), (source, answer, expected)
-        assert set(expected[len(told) :]) <= {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        assert answer["tokens"] == expected, (source, answer)
+    assert answer["stop"] == "end"
 
     untrained = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     with torch.no_grad():
