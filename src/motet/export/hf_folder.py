@@ -88,6 +88,7 @@ def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settin
         else:
             write_shards(unfinished, exported.tensors, settings.shard_bytes, progress=progress)
             exported.write_config(unfinished, tokenizer)
+            _end_at_turns(unfinished / _GENERATION_CONFIG, tokenizer)
     return exported.size_bytes
 
 
@@ -185,6 +186,21 @@ def _write_tokenizer(job: Job, folder: Path, log: Log) -> Tokenizer | None:
     values = parse_json(config.read_text(encoding="utf-8"))
     _write_json(config, {"tokenizer_class": "PreTrainedTokenizerFast"} | values)
     return tokenizer
+
+
+def _end_at_turns(path: Path, tokenizer: Tokenizer | None) -> None:
+    """Let `generate` end at the token with which the chat template ends a turn, as `motet generate --chat` does."""
+    if tokenizer is None or not tokenizer.has_chat_template or tokenizer.folder is None or not path.is_file():
+        return
+    try:
+        turn = tokenizer.chat.turn_end()
+    except InputError:  # A template for which a user's message alone is no conversation
+        return
+    values = parse_json(path.read_text(encoding="utf-8"))
+    ends = values.get("eos_token_id")
+    ends = [ends] if isinstance(ends, int) else ends or [tokenizer.end_id]
+    if turn is not None and turn not in ends:
+        _write_json(path, values | {"eos_token_id": [*ends, turn]})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
