@@ -22,8 +22,9 @@ from fuzzing.checkpoint_files import planted_pickles
 from fuzzing.checkpoint_truth import make_state, same_bits
 from motet.checkpoint.reader import open_checkpoint
 from motet.checkpoint.tools.dcp_import import DcpBoxReader, manifest_of_dcp, open_dcp
-from motet.checkpoint.tools.rewriting import new_folder, write_checkpoint
+from motet.checkpoint.tools.rewriting import write_checkpoint
 from motet.checkpoint.verification import checkpoint_verdicts
+from motet.core.new_folders import new_folder
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
 
@@ -78,9 +79,10 @@ class DcpFolderTarget(FuzzTarget):
     def _check_import(self, folder: Path, out: Path, *, is_safe: bool) -> None:
         source = open_dcp(folder)
         manifest = manifest_of_dcp(source, step=None, like=None)
-        with new_folder(out, manifest.size_bytes):
+        with new_folder(out, manifest.size_bytes) as unfinished:
             read = DcpBoxReader(source, manifest.dtypes)
-            path = write_checkpoint(out, manifest, read, report=lambda _: None, stored_boxes=source.boxes)
+            path = write_checkpoint(unfinished, manifest, read, report=lambda _: None, stored_boxes=source.boxes)
+        path = out / path.name
         (verdict,) = checkpoint_verdicts(path)
         if verdict.problem:
             raise FindingError(f"the imported checkpoint is not whole: {verdict.problem}")

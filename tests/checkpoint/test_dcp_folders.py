@@ -78,7 +78,7 @@ def test_tensors_of_any_kind_are_exported_and_imported(tmp_path: Path) -> None:
     assert "is in no run" not in call("export", where, tmp_path / "out", "--to", "dcp")
     call("import-dcp", tmp_path / "out", tmp_path / "back", "--step", "7")
     assert same_tensors(tmp_path / "back", state)
-    with pytest.raises(InputError, match="out exists already; remove it, or give another folder"):
+    with pytest.raises(InputError, match="out is not empty; remove it or give another folder"):
         call("export", where, tmp_path / "out", "--to", "dcp")
 
 

@@ -155,7 +155,7 @@ def test_what_cannot_be_averaged_is_refused_and_nothing_is_left(tmp_path: Path) 
     assert not out.exists()
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="out exists already; remove it, or give another --output"):
+    with pytest.raises(InputError, match="out is not empty; remove it or give another --output"):
         call("average", tmp_path / "a", tmp_path / "a", "--output", out)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
 

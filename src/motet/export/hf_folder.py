@@ -1,10 +1,8 @@
 """A checkpoint as a folder of Hugging Face: weights, config, and the tokenizer of its run."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any, Literal
 
 from motet.checkpoint.reader import CheckpointReader
 from motet.core.direct_io import check_free_space
-from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
-from motet.core.locked_folders import locked_folder
+from motet.core.errors import InputError, check_input
+from motet.core.new_folders import new_folder
 from motet.core.text_files import parse_json
 from motet.core.trace import log_if_slow, progress_if_slow
 from motet.data.corpus.prepare import find_tokenizer
@@ -90,27 +88,6 @@ def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settin
             exported.write_config(unfinished, tokenizer)
             _end_at_turns(unfinished / _GENERATION_CONFIG, tokenizer)
     return exported.size_bytes
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when everything in it is complete."""
-    remedy, final = "give another folder", folder.absolute()
-    with convert_os_errors(f"write {folder}", remedy):
-        check_input(not folder.exists() or folder.is_dir(), f"{folder} is a file; {remedy}")
-        has_files = folder.is_dir() and any(folder.iterdir())
-        check_input(not has_files, f"{folder} is not empty; remove it or {remedy}")
-        final.parent.mkdir(parents=True, exist_ok=True)
-        check_input(os.access(final.parent, os.W_OK | os.X_OK), f"cannot write into {final.parent}; {remedy}")
-    with (
-        convert_os_errors(f"write {folder}", f"make room, or {remedy}", CheckpointSaveError),
-        locked_folder(final.parent, f".{final.name}.partial-") as unfinished,
-    ):
-        yield unfinished
-        mask = os.umask(0)
-        os.umask(mask)
-        unfinished.chmod(0o777 & ~mask)
-        unfinished.rename(final)
 
 
 def _module(model: UserModuleSettings, parameters: StoredParameters, settings: ExportSettings) -> _ExportedModel:

@@ -1,8 +1,6 @@
 """Makes a checkpoint of others: their mean, or one with another master dtype. A few megabytes are in memory."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +16,7 @@ from motet.checkpoint.safetensors_header import DataBox
 from motet.checkpoint.tensor_index import Box
 from motet.checkpoint.tools.boxes import cut_box
 from motet.checkpoint.verification import verify_files
-from motet.core.direct_io import check_free_space
-from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
+from motet.core.errors import InputError, check_input
 from motet.core.units import dtype_name
 
 _MAX_FILE_BYTES = 2**34
@@ -77,23 +74,6 @@ def _write_file(path: Path, boxes: Sequence[DataBox], read: BoxReader, *, report
             writer.write_box(box, values)
             report(box.size_bytes)
         return writer.finish()
-
-
-@contextmanager
-def new_folder(folder: Path, needed_bytes: int, option: str = "folder") -> Iterator[None]:
-    """Make a folder that the block fills, and remove it if the block fails. One with files is refused."""
-    remedy = f"make room, or give another {option}"
-    with convert_os_errors(f"write {folder}", f"give another {option}"):
-        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-        check_input(is_free, f"{folder} exists already; remove it, or give another {option}")
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with convert_os_errors(f"write {folder}", remedy, CheckpointSaveError):
-            check_free_space(folder, needed_bytes, remedy)
-            yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def verify_source(checkpoint: CheckpointReader) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def export_dcp_folder(run: Path, folder: Path) -> None:
     """Write a folder that torch's `FileSystemReader` loads."""
     from motet.checkpoint.tools.dcp_export import DcpExport, export_to_dcp
-    from motet.checkpoint.tools.rewriting import new_folder
+    from motet.core.new_folders import new_folder
     from motet.train.launch.run_folder import JOB_FILE, read_stored_job
 
     (checkpoint,) = open_verified([run])
@@ -30,8 +30,8 @@ def export_dcp_folder(run: Path, folder: Path) -> None:
     if job is None:
         log(f"{checkpoint.path} is in no run, so the optimizer gets no groups of parameters")
     export = DcpExport(checkpoint, _param_groups(checkpoint, job), _tied_names(job)) if job else DcpExport(checkpoint)
-    with new_folder(folder, export.size_bytes):
-        export_to_dcp(export, folder, report=byte_progress(f"writing {folder}", export.size_bytes))
+    with new_folder(folder, export.size_bytes) as unfinished:
+        export_to_dcp(export, unfinished, report=byte_progress(f"writing {folder}", export.size_bytes))
     print_lines(f"{folder}: {len(export.names)} tensors at step {checkpoint.step}, {format_bytes(export.size_bytes)}")
 
 

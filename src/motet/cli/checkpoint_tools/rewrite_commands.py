@@ -95,17 +95,21 @@ def write_run(
     stored_boxes: Callable[[str], Sequence[Box] | None] = lambda _: None,
 ) -> None:
     """Write a run folder with one checkpoint, and with the job of the source if that is in a run."""
-    from motet.checkpoint.tools.rewriting import new_folder, write_checkpoint
+    from motet.checkpoint.tools.rewriting import write_checkpoint
+    from motet.core.new_folders import new_folder
     from motet.train.launch.run_folder import CHECKPOINTS_FOLDER, JOB_FILE, read_stored_tree
 
     run = source.path.absolute().parent.parent if source else None
     job = _with_master_dtype(read_stored_tree(run), master_dtype) if run and (run / JOB_FILE).is_file() else None
-    with new_folder(output, manifest.size_bytes, "--output"):
-        (output / CHECKPOINTS_FOLDER).mkdir()
+    with new_folder(output, manifest.size_bytes, "--output") as unfinished:
+        (unfinished / CHECKPOINTS_FOLDER).mkdir()
         report = byte_progress(f"writing {output}", manifest.size_bytes)
-        path = write_checkpoint(output / CHECKPOINTS_FOLDER, manifest, read, report=report, stored_boxes=stored_boxes)
+        path = write_checkpoint(
+            unfinished / CHECKPOINTS_FOLDER, manifest, read, report=report, stored_boxes=stored_boxes
+        )
         if job is not None:
-            write_file_atomically(output / JOB_FILE, to_toml(job).encode())
+            write_file_atomically(unfinished / JOB_FILE, to_toml(job).encode())
+    path = output / CHECKPOINTS_FOLDER / path.name
     if json:
         print_json({"path": str(path), "step": manifest.step, "size_bytes": manifest.size_bytes, "has_job": bool(job)})
         return
