@@ -58,7 +58,7 @@ def _job(folder: Path, layout: Case, *others: str) -> Job:
     degrees = [f"layout.{name}={layout[name]}" for name in ("zero", "tp", "pp", "dp")]
     states = [f"memory.optimizer={layout['states']}"] if layout["states"] != "device" else []
     states += [f"memory.folder={folder}"] if layout["states"] == "disk" else []
-    steps = f"run.steps={LAST}", f"checkpoint.every={SAVED}", "checkpoint.keep=9", "layout.microbatches=3"
+    steps = f"run.steps={LAST}", f"checkpoint.every={SAVED}", "checkpoint.keep=9", "layout.microbatches=2"
     return small_job(folder, *MODEL, *steps, *degrees, *states, *others)
 
 
