@@ -40,7 +40,7 @@ class CheckpointFileTarget(FuzzTarget):
         truth.save_steps(folder)
         self.base = folder / "steps" / f"step-{truth.STEP:08d}"
         self.other = folder / "steps" / f"step-{truth.STEP - 1:08d}"
-        self.pickles = _planted_pickles(self.canary)
+        self.pickles = planted_pickles(self.canary)
         self.structured: tuple[Callable[[FuzzCase, Path], None], ...] = (
             self._forge_data,
             self._forge_data,
@@ -155,7 +155,7 @@ class CheckpointFileTarget(FuzzTarget):
         return self.pickles[words], words
 
 
-def _planted_pickles(canary: Path) -> dict[str, bytes]:
+def planted_pickles(canary: Path) -> dict[str, bytes]:
     """Pickles, and archives with pickles, that create a file when they are read without care."""
     command = f"touch {canary}"
 

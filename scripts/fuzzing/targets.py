@@ -7,6 +7,7 @@ from fuzzing.cases import FuzzTarget
 TARGETS = {
     "checkpoint-manifests": "fuzzing.checkpoint_manifests:ManifestTarget",
     "checkpoint-files": "fuzzing.checkpoint_files:CheckpointFileTarget",
+    "dcp-folders": "fuzzing.dcp_folders:DcpFolderTarget",
     "server-strangers": "fuzzing.server_strangers:ServerStrangerTarget",
     "server-peers": "fuzzing.server_peers:ServerPeerTarget",
     "backend-strangers": "fuzzing.backend_strangers:BackendStrangerTarget",

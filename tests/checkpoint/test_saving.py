@@ -1,6 +1,8 @@
 """Checkpoints are whole or not there."""
 
+import math
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint.forged import load_state, save_state, some_state
 from motet.checkpoint import background_writer
-from motet.checkpoint.background_writer import save_checkpoint
+from motet.checkpoint.background_writer import CheckpointSaver, ShardToWrite, save_checkpoint
 from motet.checkpoint.checkpoint_folders import complete_checkpoints
-from motet.checkpoint.data_files import CheckpointShard
+from motet.checkpoint.data_files import CheckpointShard, DataFileWriter
 from motet.checkpoint.manifest import CheckpointManifest, SavedBy
+from motet.checkpoint.publication import RankRecord, Retention, wait_for_records, write_record
+from motet.core.errors import CheckpointSaveError
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from ranks import Ranks
@@ -109,6 +113,59 @@ class _HereAndNow:
 
     def __init__(self, target: Callable[[], None], **_: object) -> None:
         self.start = target
+
+
+def test_ranks_are_given_up_when_they_have_written_nothing_for_a_while(tmp_path: Path) -> None:
+    """The time counts from the moment at which the run ends, and from each write of any rank."""
+    patience, begin_s = [math.inf], time.monotonic()
+    data = tmp_path / "rank-00001.safetensors"
+
+    def write() -> None:
+        time.sleep(0.4)
+        patience[0] = 0.3
+        for _ in range(4):
+            time.sleep(0.15)
+            data.write_bytes(b"part")
+        write_record(tmp_path, 1, RankRecord(data.name, 4, {}))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert [record.file for record in wait_for_records(tmp_path, 2, lambda: patience[0])] == [data.name]
+    thread.join()
+    assert time.monotonic() - begin_s > 0.9 and [*tmp_path.iterdir()] == [data]
+    for patience_s in (0.1, 0.0):
+        start_s = time.monotonic()
+        with pytest.raises(CheckpointSaveError, match="rank 1 has not written its part, and no rank has written"):
+            wait_for_records(tmp_path, 2, lambda s=patience_s: s)  # type: ignore[misc]  # mypy infers no default
+        assert patience_s <= time.monotonic() - start_s < 10 * patience_s + 0.1
+
+
+def test_a_run_that_ends_gives_up_a_lost_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, None, Retention(1), device=torch.device("cpu"))
+    saver.ranks = 2  # Of which the other one never writes
+    manifest = CheckpointManifest(1, "", {"b": [8]}, {"b": "float32"}, SavedBy(1, 1, "", None))
+    saver.start(manifest, {"b": ShardToWrite(CheckpointShard.from_tensor(torch.ones(8)))})
+    thread = threading.Thread(target=saver.close, kwargs={"patience_s": 0.1}, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and not saver.has_failed and [*tmp_path.iterdir()] == []
+
+
+def test_what_no_slice_changes_is_copied_box_by_box_when_the_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, began = torch.arange(32.0), threading.Event()
+    shard = CheckpointShard.from_values(values, ShardSpec.full((32,)), parts=[(4, 8), (16, 24)])
+    monkeypatch.setattr(DataFileWriter, "__init__", lambda *_: began.wait() and None)
+    manifest = CheckpointManifest(1, "", {"b": [32]}, {"b": "float32"}, SavedBy(1, 1, "", None))
+    saver = CheckpointSaver(tmp_path, None, Retention(1), device=torch.device("cpu"))
+    saver.start(manifest, {"b": ShardToWrite(shard, is_copied=True)})
+    boxes = saver._save.barrier.boxes if saver._save else ()
+    values.fill_(-1.0)
+    assert [each.values.tolist() for each in boxes] == [[*range(4, 8)], [*range(16, 24)]]
+    assert sum(each.values.untyped_storage().nbytes() for each in boxes) == 12 * 4
+    began.set()
+    saver.close(patience_s=0.0)
 
 
 def test_tensors_of_any_kind_come_back_and_none_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,20 @@ BERT_CLASSES = huggingface("bert", model_type="bert", architectures=["BertForSeq
 ALONE = {"version": 1, "collective": "mine", "algorithm": "nothing", "ranks": 1, "chunks": 1, "sizes": [1]}
 ALONE |= {"initial": [[0]], "final": [{"0": [0]}], "steps": []}
 WIDE = "[between]\nkind = 'spine_leaf'\nalpha_s = 1e-6\nbandwidth_Bps = 1e9\nhosts_per_leaf = 1\nuplinks = 1000000000\n"
+
+
+def module_of_job(job: str) -> Setup:
+    """Make the model of a stored job one of models.py."""
+
+    def put() -> None:
+        text = Path(job).read_text()
+        before, _, after = text.partition("[model]")
+        rest = after[after.index("\n[") :]
+        Path(job).write_text(f'{before}[model]\nfamily = "module"\nfactory = "models:Plain"\n{rest}')
+
+    return put
+
+
 RUN = "run"
 """Stands for a copy of a run in the folder `run`, stopped at step 4 of 6, with checkpoints of the steps 2 and 4."""
 FINISHED = "done"
@@ -310,7 +324,17 @@ CASES: dict[str, list[Setup | str]] = {
     "resuming a checkpoint of an earlier version": [RUN, write(f"{NEWEST}/manifest.json", '{"step":4,"checksums":{}}')],
     "checkpoints of which one is damaged": [RUN, cut(f"{NEWEST}/*.safetensors")],
     "checkpoints that are not there": [write("notes/text.txt")],
+    "a text from a run without a checkpoint": [write("notes/text.txt")],
+    "a text after an empty prompt": [RUN],
+    "a text after a prompt that fills the context": [RUN],
+    "a text with an impossible top-p": [RUN],
+    "an answer without a chat template": [RUN],
+    "a text from a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.safetensors")],
+    "a text from a module that is not known to predict tokens": [RUN, module_of_job("run/job.toml")],
+    "a text from a folder without weights": [huggingface("llama")],
     "an export to a folder that is not empty": [RUN, write("notes/text.txt")],
+    "an export to a file": [RUN],
+    "an export to a full disk": [RUN, disk("size=8k")],
     "an export of a checkpoint that is not there": [write("notes/text.txt")],
     "an export of a checkpoint without its run": [RUN, remove("run/job.toml")],
     "an export of a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.safetensors")],
@@ -328,6 +352,7 @@ CASES: dict[str, list[Setup | str]] = {
     "two steps that are compared": [RUN],
     "the mean of one checkpoint": [RUN],
     "a mean of a damaged checkpoint": [RUN, cut(f"{NEWEST}/*.safetensors")],
+    "a folder that dcp did not save": [write("notes/text.txt")],
     "a cast into a folder with files": [RUN, write("notes/text.txt")],
     "a folder without config.json": [write("llama/readme.md")],
     "an unknown model_type": [huggingface("llama", model_type="lama")],

@@ -155,7 +155,7 @@ def test_what_cannot_be_averaged_is_refused_and_nothing_is_left(tmp_path: Path) 
     assert not out.exists()
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="out exists already; remove it, or give another --output"):
+    with pytest.raises(InputError, match="out is not empty; remove it or give another --output"):
         call("average", tmp_path / "a", tmp_path / "a", "--output", out)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
@@ -175,7 +175,7 @@ def test_masters_and_their_moments_are_cast(tmp_path: Path) -> None:
 
 
 def test_a_value_that_becomes_infinite_is_refused(tmp_path: Path) -> None:
-    where = save_state(tmp_path / "a", 1, {"master/w": torch.tensor([1.0, math.inf, 1e6])})
+    where = save_state(tmp_path / "a", 1, {"master/w": torch.tensor([1.0, 1e6])})
     with pytest.raises(InputError, match=r"master/w has 1e\+06, more than float16 holds; cast to a wider dtype"):
         call("cast", "fp16", where, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()

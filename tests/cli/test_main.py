@@ -46,7 +46,7 @@ def test_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch, group: str) -
 def test_help_has_the_commands_in_the_order_of_use_and_two_examples_that_run() -> None:
     said = CliRunner().invoke(app, ["--help"]).stdout
     names = re.findall(r"^  (\w+)  +\w", said.partition("Commands:\n")[2].partition("Examples:")[0], re.MULTILINE)
-    assert names == ["train", "plan", "verify", "show", "collectives", "data", "checkpoint"]
+    assert names == ["train", "plan", "verify", "show", "collectives", "data", "checkpoint", "generate"]
     examples = re.findall(r"^ +motet (.*?)  +#", said, re.MULTILINE)
     assert [example.split()[0] for example in examples] == ["train", "plan"]
     planned = CliRunner().invoke(app, [*examples[1].split(), "--layout", "dp=8 zero=3"])  # One layout is quick

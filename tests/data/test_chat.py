@@ -228,6 +228,16 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
     assert tokenizer.chat.encode([Conversation(TWO_TURNS[:2], None, "x")])
 
 
+def test_an_answer_that_ends_with_several_tokens_of_a_character(tmp_path: Path) -> None:
+    turns = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    template = turns + "{{ 'assistant: ' if add_generation_prompt }}"
+    folder = write_chat_tokenizer(tmp_path, "plain", chat_template=template)
+    tokenizer = load_tokenizer(str(folder))
+    [encoded] = tokenizer.chat.encode([parse_conversation(TWO_TURNS, None, "x")])
+    texts = counted_texts(tokenizer, encoded.tokens, encoded.is_target)
+    assert texts[-1] == " It is four \U0001f600" and encoded.is_target[-4:].all()
+
+
 def test_tokenizers_without_a_template(tmp_path: Path) -> None:
     path = write_records(tmp_path / "chats.jsonl", [chat(TWO_TURNS)])
     refused("data.tokenizer = 'bytes' has no chat template, which conversations need", load, path, tmp_path)

@@ -21,6 +21,7 @@ from export.stored_models import (
 )
 from motet.checkpoint.reader import open_checkpoint
 from motet.core.errors import InputError
+from motet.export import stored_parameters
 from motet.export.hf_folder import ExportSettings, export_to_hf
 from motet.models.build import build_trainable_model
 from motet.models.hf.decoder_config import config_of_settings, settings_differences
@@ -97,14 +98,18 @@ def test_a_value_that_fp16_cannot_hold_is_refused_and_nothing_is_left(tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} <= {"cache", "out-run"}
 
 
-def test_a_changed_checkpoint_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_changed_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no read of the export is of a complete box, whose checksum the reader compares."""
+    monkeypatch.setattr(stored_parameters, "PIECE_BYTES", 1000)
     job = job_of(OWN, tmp_path / "cache")
     checkpoint = store(job, built_with_random_values(job), tmp_path / "run")
     file = checkpoint / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
     with open_checkpoint(checkpoint) as opened:
+        content[opened.index["master/blocks.1.ffn.up.weight"][0].start + 70] ^= 1
+        file.write_bytes(content)
         refused(r"is damaged \(rank-00000.safetensors has changed\)", to_out, job, opened, tmp_path)
     assert not (tmp_path / "out").exists()
 

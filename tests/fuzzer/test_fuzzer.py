@@ -17,6 +17,7 @@ from motet.core.token_authentication import TOKEN_VARIABLE
 QUICK_CASES = {
     "checkpoint-manifests": (1, 100),
     "checkpoint-files": (1, 100),
+    "dcp-folders": (1, 60),
     "server-strangers": (1, 60),
     "server-peers": (1, 30),
     "backend-strangers": (1, 40),

@@ -118,6 +118,25 @@ def test_names_without_the_prefix_and_old_masks(tmp_path: Path) -> None:
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
+def test_configs_of_older_versions(tmp_path: Path) -> None:
+    """They have `rope_scaling` and `rope_theta`, and keys that change nothing."""
+    saved(tmp_path, "llama-3.1")
+    expected = settings_of(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope,
+        "pretraining_tp": 1,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_name_or_path": "org/name", "use_cache": True}))
+    assert settings_of(tmp_path) == expected and expected.rope_scaling is not None
+    find_decoder_tensors(expected)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": {"type": "linear", "factor": 2.0}}))
+    refused("rope_type = 'linear', which", find_decoder_tensors, settings_of(tmp_path))
+
+
 def test_a_tied_head_may_be_there_as_a_copy(tmp_path: Path) -> None:
     saved(tmp_path, "tied llama")
     tensors = tensors_of(tmp_path)

@@ -5,7 +5,8 @@ import torch
 from small_models import SIZES as LARGER
 from small_models import built
 
-from motet.models.build import TrainableModel, generate_tokens
+from motet.models.build import TrainableModel
+from motet.models.generation import generate_tokens
 from motet.models.settings import DecoderSettings, EncoderSettings
 from refusals import refused
 

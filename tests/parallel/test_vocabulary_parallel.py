@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.models.arch import loss
 from motet.models.arch.loss import set_vocabulary_shard
-from motet.models.build import TrainableModel, build_trainable_model, generate_tokens
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.generation import generate_tokens
 from motet.models.hf.hf_model import separates_documents
 from motet.models.settings import (
     DecoderSettings,

@@ -11,7 +11,7 @@ import torch
 
 from motet.core.batch import Batch
 from motet.models.arch.loss import vocabulary_shard_of
-from motet.models.build import generate_tokens
+from motet.models.generation import generate_tokens
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import prove_vocabulary

@@ -48,6 +48,10 @@ PROOF: dict[str, tuple[int, tuple[str, ...]]] = {
     "host, overlap forward": (2, (HOST, "layout.zero=2", "communication.overlap=forward")),
     "disk": (2, (DISK, "layout.zero=2")),
     "disk, delayed": (2, (DISK, "layout.zero=1", "memory.update=delayed")),
+    "fp16 with overflows, delayed": (
+        1,
+        (HOST, "memory.update=delayed", "precision.recipe=fp16", "precision.loss_scale_initial=16777216"),
+    ),
     "rows on the host": (2, ("layout.zero=3", HOST, "memory.parameters=host")),
     "rows on disk": (1, ROWS),
     "buffers": (1, (NORMED, "precision.recipe=fp32")),

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -243,3 +244,27 @@ def test_a_step_that_is_not_finite_ends_the_run_at_the_next_meeting(ranks: Ranks
     with pytest.raises(RankFailureError, match=says):
         ranks.run_places(2, _train, job, tmp_path / "run")
     assert [step.skipped for step in read_steps(tmp_path / "run" / "events.jsonl")] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("first", "second"), [("float32", "float64"), ("float64", "float32")])
+def test_masters_continue_in_another_dtype(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
+    """Wider ones hold the same numbers; narrower ones hold them rounded, as torch rounds them."""
+
+    def job_of(steps: int, dtype: str, *more: str) -> Job:
+        words = ("precision.recipe=fp32", f"precision.master_dtype={dtype}", "layout.zero=1", *more)
+        return small_job(
+            tmp_path, *words, f"run.steps={steps}", "optimizer.schedule.kind=constant", "checkpoint.every=1"
+        )
+
+    before, after = tmp_path / "before", tmp_path / "after"
+    ranks.run_places(2, _train, job_of(4, first), before, timeout_s=120)
+    shutil.copytree(before, after)
+    ranks.run_places(2, _train, job_of(5, second, "optimizer.learning_rate=1e-30"), after, timeout_s=120)
+    events = read_events(after / "events.jsonl")
+    (remark,) = [event.text for event in events if isinstance(event, WarningIssued) and "masters" in event.text]
+    assert f"has masters in {first}, this run in {second}" in remark
+    assert ("rounded" in remark) == (second == "float32")
+    old, new = saved_tensors(before), saved_tensors(after)
+    masters = [name for name in old if name.startswith("master/")]
+    dtype = getattr(torch, second)
+    assert masters and all(torch.equal(new[name], old[name].to(dtype)) for name in masters)

@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -22,14 +23,17 @@ from motet.checkpoint.publication import (
     check_dtypes,
     clear_leftovers,
     delete_old,
+    looks_at,
     publish,
     wait_for_records,
     write_record,
 )
+from motet.checkpoint.safetensors_header import DataBox
 from motet.checkpoint.write_barrier import BoxToWrite, WriteBarrier
 from motet.checkpoint.writers import convert_save_errors
-from motet.core.errors import CheckpointSaveError, MotetError, TrainingDivergedError, convert_os_errors
+from motet.core.errors import CheckpointSaveError, MotetError, PeerFailedError, TrainingDivergedError, convert_os_errors
 from motet.core.units import dtype_name
+from motet.memory.tiers.device_limit import host_memory
 
 # Elements that are looked at together; more would start further threads of torch.
 _FINITE_NUMEL = 1 << 15
@@ -48,8 +52,8 @@ def on_all_ranks(group: dist.ProcessGroup | None, action: Callable[[], ResultT])
     if group is not None:
         failures = [None] * dist.get_world_size(group)
         dist.all_gather_object(failures, failure, group=group)
-    if first := next(filter(None, [failure, *failures]), None):
-        raise first
+    if any(failures):  # The cause before its effect on another rank
+        raise min(filter(None, failures), key=lambda error: isinstance(error, PeerFailedError))
     return result  # type: ignore[return-value]  # without an error it is the action's result
 
 
@@ -59,7 +63,8 @@ class ShardToWrite:
 
     shard: CheckpointShard
     slice_index: int | None = None
-    is_copy: bool = False  # Made for this save
+    is_copied: bool = False  # When the save begins, since no slice tells when it changes
+    must_be_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,10 @@ class _RankSave:
         *,
         waited_s: float,
     ) -> None:
-        self._saver, self.manifest, self._shards = saver, manifest, shards
+        self._saver, self.manifest = saver, manifest
+        self._shapes = {name: list(each.shard.spec.shape) for name, each in shards.items()}
+        self._dtypes = {name: dtype_name(each.shard.values.dtype) for name, each in shards.items()}
+        self._finite_names = {name for name, each in shards.items() if each.must_be_finite}
         self.final = saver.folder / checkpoint_name(manifest.step)
         self.unfinished = self.final.with_name(self.final.name + PARTIAL_SUFFIX)
         self.waited_s, self.is_reported = waited_s, False
@@ -94,13 +102,21 @@ class _RankSave:
         self.error: BaseException | None = None
         self.is_written, self.is_done, self.patience_s = Event(), Event(), math.inf
         boxes = [
-            BoxToWrite(box, shards[box.name].shard.box_values(box.offsets), shards[box.name].slice_index)
+            BoxToWrite(box, self._values(shards[box.name], box), shards[box.name].slice_index)
             for box in boxes_of({name: each.shard for name, each in shards.items()})
         ]
+        self._copied_bytes = sum(each.values.nbytes for each in boxes if shards[each.box.name].is_copied)
         self.barrier = WriteBarrier(
             boxes, saver.device, staging_bytes=saver.staging_bytes, in_files=saver.slices_are_in_files
         )
         self._thread = Thread(target=self._run, name="motet-checkpoint", daemon=True)
+
+    def _values(self, each: ShardToWrite, box: DataBox) -> Tensor:
+        values = each.shard.box_values(box.offsets)
+        if not each.is_copied:
+            return values
+        with host_memory(self._saver.device):  # The device may have no room
+            return values.to("cpu", copy=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -116,32 +132,31 @@ class _RankSave:
                     self._publish(record)
         except BaseException as error:  # noqa: BLE001  # The thread that trains raises it
             self.error = error
+            if self._saver.rank:
+                with suppress(OSError):  # It may be the disk that is full
+                    problem = str(error) if isinstance(error, MotetError) else repr(error)
+                    write_record(self.unfinished, self._saver.rank, RankRecord(None, 0, {}, problem=problem))
         finally:
             self.barrier.open()
-            self._shards = {}  # Copies among them are of no more use
             self.is_written.set()
             self.is_done.set()
 
     def _write(self) -> RankRecord:
         self.unfinished.parent.mkdir(exist_ok=True)
         self.unfinished.mkdir(exist_ok=True)  # Another rank may have come first
-        copied_bytes = sum(each.shard.values.nbytes for each in self._shards.values() if each.is_copy)
-        shapes = {name: list(each.shard.spec.shape) for name, each in self._shards.items()}
-        dtypes = {name: dtype_name(each.shard.values.dtype) for name, each in self._shards.items()}
         path, file = self.unfinished / f"rank-{self._saver.rank:05d}.safetensors", DataFile(0, {})
         if to_write := {each.box: each for each in self.barrier.boxes}:
             with DataFileWriter(path, to_write) as writer:
                 for box in writer.boxes:
                     with self.barrier.reading(to_write[box]) as values:
-                        self._check_finite(box.name, values)
+                        if box.name in self._finite_names:
+                            self._check_finite(values)
                         writer.write_box(box, values)
                 file = writer.finish()
-        copied_bytes, stall_s = copied_bytes + self.barrier.copied_bytes, self.barrier.stall_s
-        return RankRecord(path.name if to_write else None, *file, shapes, dtypes, copied_bytes, stall_s)
+        copied_bytes, stall_s = self._copied_bytes + self.barrier.copied_bytes, self.barrier.stall_s
+        return RankRecord(path.name if to_write else None, *file, self._shapes, self._dtypes, copied_bytes, stall_s)
 
-    def _check_finite(self, name: str, values: Tensor) -> None:
-        if "master" not in name.split("/")[:-1]:
-            return
+    def _check_finite(self, values: Tensor) -> None:
         if not all(part.isfinite().all() for part in values.reshape(-1).split(_FINITE_NUMEL)):
             raise TrainingDivergedError(
                 f"stopped: the parameters are not finite after step {self.manifest.step}, so they are not saved; lower "
@@ -255,16 +270,29 @@ class CheckpointSaver:
         self._save = None
         return saved
 
-    def close(self, *, patience_s: float = 30.0) -> None:
-        """End the save that is under way, without other ranks, whose parts are waited for as long as they arrive."""
-        if (save := self._save) is not None:
-            save.patience_s = patience_s
-            save.is_done.wait()
-            self._save = None
+    def close(self, *, patience_s: float = 30.0) -> SavedCheckpoint | None:
+        """End the save that is under way, without messages to other ranks: they are waited for while they write. The
+        first rank gets the checkpoint, unless `take_saved` had it."""
+        if (save := self._save) is None:
+            return None
+        save.patience_s = patience_s
+        save.is_done.wait()
+        if save.error is not None:
+            self._remove(save)
+        elif self.rank:  # The first rank would end with this one
+            for _ in looks_at(save.unfinished, lambda: patience_s):
+                if not save.unfinished.exists():
+                    break
+        saved = self.take_saved()
+        self._save = None
+        return saved
 
     def _abandon(self, save: _RankSave) -> None:
         save.patience_s = 0.0
         save.is_done.wait()
+        self._remove(save)
+
+    def _remove(self, save: _RankSave) -> None:
         if self.rank == 0:
             shutil.rmtree(save.unfinished, ignore_errors=True)  # Frees space for other files
 

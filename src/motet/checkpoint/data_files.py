@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,7 +166,8 @@ class DataFileWriter:
             memory = piece.memory if inside else piece.wait()
             count = min(self._piece_bytes - inside, content.numel() - done)
             part = memory[inside : inside + count]
-            torch.frombuffer(part, dtype=torch.uint8).copy_(content[done : done + count])  # without Python's lock
+            # By one thread, since those of torch compute the next step; without Python's lock
+            np.frombuffer(part, dtype=np.uint8)[:] = content[done : done + count].numpy()
             if box_id is not None:
                 piece.tasks.append(self._checksum_thread.submit(self._add_to_checksum, box_id, part))
             done, self._position = done + count, self._position + count

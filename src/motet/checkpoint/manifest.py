@@ -175,12 +175,12 @@ def _damage(folder: Path, reason: str) -> str:
 def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint, which agrees with itself; whether the files are whole is not checked."""
     with refuse_damage(folder):
-        text = _read_limited(folder / MANIFEST_FILE)
+        text = read_limited(folder / MANIFEST_FILE)
         content = _parse_object(MANIFEST_FILE, text)
         _refuse_other_format(folder, content)
         if content.get("format") != FORMAT:
             raise ValueError(f"{MANIFEST_FILE}: format = {_SHORT.repr(content.get('format'))} must be {FORMAT}")
-        checksum, saved_by_text = content.pop("checksum", None), _read_limited(folder / SAVED_BY_FILE)
+        checksum, saved_by_text = content.pop("checksum", None), read_limited(folder / SAVED_BY_FILE)
         content["saved_by"] = _parse_object(SAVED_BY_FILE, saved_by_text)
         manifest = validate_json(_MANIFEST, MANIFEST_FILE, json.dumps(content).encode())
         for problem in _inconsistencies(manifest, folder.absolute().name):
@@ -243,7 +243,8 @@ def _inconsistencies(manifest: CheckpointManifest, folder_name: str) -> Iterator
         yield "saved_by.outer must have the number of replicas"
 
 
-def _read_limited(path: Path) -> bytes:
+def read_limited(path: Path) -> bytes:
+    """The content of a file of metadata, which must not be larger than a manifest may be."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size  # `read` allocates all bytes of a request
         content = file.read(size + 1) if size <= MAX_JSON_BYTES else b""
@@ -263,7 +264,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_listed(folder: Path, manifest: CheckpointManifest, name: str) -> bytes:
     """The content of a file of JSON whose checksum is that of the manifest."""
-    content = _read_limited(folder / name)
+    content = read_limited(folder / name)
     _check_content(manifest, name, content)
     return content
 

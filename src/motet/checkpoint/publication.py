@@ -5,10 +5,12 @@ there, rank 0 writes the index and the manifest, and renames the folder to `step
 """
 
 import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +28,7 @@ from motet.checkpoint.manifest import (
 )
 from motet.checkpoint.safetensors_header import SAFETENSORS_DTYPES
 from motet.checkpoint.tensor_index import TensorIndex, index_problems, index_to_text
-from motet.core.errors import CheckpointSaveError, convert_os_errors
+from motet.core.errors import CheckpointSaveError, PeerFailedError, convert_os_errors
 
 _MOST_S_BETWEEN_LOOKS = 0.05
 _RECORD_SUFFIX = ".written.json"
@@ -58,39 +60,61 @@ class RankRecord:
     dtypes: dict[str, str] = field(default_factory=dict)
     copied_bytes: int = 0  # Bytes that were copied before an update could change them
     stall_s: float = 0.0  # In which updates waited for copies and writes
+    problem: str = ""  # The reason why it could not write them
 
 
 _RECORD = TypeAdapter(RankRecord)
 
 
 def write_record(folder: Path, rank: int, record: RankRecord) -> None:
-    """Tell the first rank that another one has written all that it writes."""
+    """Tell the first rank that another one has written all that it writes, or cannot."""
     path = folder / f"rank-{rank:05d}{_RECORD_SUFFIX}"
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    new.write_text(json.dumps(vars(record)), encoding="utf-8")
     new.rename(path)  # A record is complete when it has its name
 
 
 def wait_for_records(folder: Path, ranks: int, patience_s: Callable[[], float]) -> list[RankRecord]:
-    """The records of all ranks but the first, in their order. They are given up when no other one comes for
-    `patience_s()` seconds."""
+    """The records of all ranks but the first, in their order. They are given up as `looks_at` says."""
     missing = {f"rank-{rank:05d}{_RECORD_SUFFIX}": rank for rank in range(1, ranks)}
-    records, pause_s, last_s = dict[int, RankRecord](), 0.001, time.monotonic()
-    while missing:
-        arrived = sorted(missing.keys() & {entry.name for entry in os.scandir(folder)})
-        for name in arrived:
-            records[missing.pop(name)] = validate_json(_RECORD, name, (folder / name).read_bytes())
+    records = dict[int, RankRecord]()
+    for _ in looks_at(folder, patience_s):
+        for name in sorted(missing.keys() & {entry.name for entry in os.scandir(folder)}):
+            record = records[missing.pop(name)] = validate_json(_RECORD, name, (folder / name).read_bytes())
             (folder / name).unlink()
+            if record.problem:
+                raise PeerFailedError(record.problem)
+        if not missing:
+            return [records[rank] for rank in range(1, ranks)]
+    raise CheckpointSaveError(
+        f"could not save {folder.with_suffix('')}: rank {min(missing.values())} has not written its part, and no rank "
+        f"has written anything for {patience_s():.0f} s; earlier checkpoints are whole, so --resume continues from the "
+        "last"
+    )
+
+
+def looks_at(folder: Path, patience_s: Callable[[], float]) -> Iterator[None]:
+    """Let the caller look at a folder again and again, with pauses. It ends when nothing was written there for
+    `patience_s()` seconds since they were finite."""
+    pause_s, last, last_s = 0.001, dict[str, int](), time.monotonic()
+    while True:
+        yield
+        if math.isinf(most_s := patience_s()):
             last_s = time.monotonic()
-        if missing and time.monotonic() - last_s > (most_s := patience_s()):
-            raise CheckpointSaveError(
-                f"could not save {folder.with_suffix('')}: rank {min(missing.values())} has not written its part "
-                f"{most_s:.0f} s after the others; earlier checkpoints are whole, so --resume continues from the last"
-            )
-        if missing and not arrived:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_S_BETWEEN_LOOKS)
-    return [records[rank] for rank in range(1, ranks)]
+        elif most_s and (now := _times_of_writes(folder)) != last:
+            last, last_s = now, time.monotonic()
+        elif time.monotonic() - last_s >= most_s:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MOST_S_BETWEEN_LOOKS)
+
+
+def _times_of_writes(folder: Path) -> dict[str, int]:
+    times = dict[str, int]()
+    with suppress(FileNotFoundError):  # Records get another name, and then the folder does
+        for entry in os.scandir(folder):
+            times[entry.name] = entry.stat().st_mtime_ns
+    return times
 
 
 def publish(unfinished: Path, final: Path, *, manifest: CheckpointManifest, records: list[RankRecord]) -> None:

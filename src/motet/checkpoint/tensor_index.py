@@ -85,7 +85,7 @@ def index_problems(index: TensorIndex, manifest: CheckpointManifest) -> Iterator
     for name in sorted(index.keys() - shapes.keys()):
         yield f"{name!r} is not in the manifest"
     for name, shape in shapes.items():
-        yield from _tensor_problems(name, shape, index.get(name, []))
+        yield from tensor_problems(name, shape, index.get(name, []))
         itemsize = DTYPE_BYTES[dtypes[name]]
         for chunk in index.get(name, []):
             size_bytes = prod(chunk.lengths) * itemsize
@@ -108,7 +108,8 @@ def index_problems(index: TensorIndex, manifest: CheckpointManifest) -> Iterator
             )
 
 
-def _tensor_problems(name: str, shape: list[int], chunks: Sequence[StoredChunk]) -> Iterator[str]:
+def tensor_problems(name: str, shape: list[int], chunks: Sequence[StoredChunk]) -> Iterator[str]:
+    """List what is wrong with the chunks of a tensor, which must hold each element once."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.lengths) == len(shape):
             yield f"{name}: a chunk has {len(chunk.lengths)} dimensions, and the tensor {len(shape)}"

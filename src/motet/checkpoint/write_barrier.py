@@ -85,7 +85,7 @@ class WriteBarrier:
             self._held_bytes -= box.values.nbytes
         if box.progress is not _Progress.WRITTEN and box.slice_index is not None:
             self._left[box.slice_index] -= 1
-        box.progress, box.values = _Progress.WRITTEN, box.values[:0] if box.values.ndim else box.values
+        box.progress, box.values = _Progress.WRITTEN, box.values.new_empty(0)  # A view would hold the copy
         self._condition.notify_all()
 
     # --- threads that update --------------------------------------------------------------------------------
@@ -97,17 +97,21 @@ class WriteBarrier:
             return
         start_s = time.perf_counter()
         with self._condition:
-            for box in (box for index in slices for box in self._by_slice.get(index, ())):
+            boxes = [box for index in slices for box in self._by_slice.get(index, ())]
+            for box in boxes if not self._in_files else ():
                 self._save_values(box)
+            for box in boxes:  # After all copies, or this thread would follow the other one from box to box
+                self._wait_for(box)
         self.stall_s += time.perf_counter() - start_s
 
     def _save_values(self, box: BoxToWrite) -> None:
-        if box.progress is _Progress.WAITING and not self._in_files:
-            if not _is_on_host(box.values):
-                self._condition.wait_for(lambda: box.progress is not _Progress.WAITING or self._has_room(box))
-            if box.progress is _Progress.WAITING:
-                self.copied_bytes += box.values.nbytes
-                self._copy(box)
+        if box.progress is _Progress.WAITING and not _is_on_host(box.values):
+            self._condition.wait_for(lambda: box.progress is not _Progress.WAITING or self._has_room(box))
+        if box.progress is _Progress.WAITING:
+            self.copied_bytes += box.values.nbytes
+            self._copy(box)
+
+    def _wait_for(self, box: BoxToWrite) -> None:
         if box.progress is _Progress.COPIED:
             box.arrival.let_device_wait()
         else:

@@ -10,6 +10,7 @@ from typer import Argument, Option, Typer
 
 from motet.cli.checkpoint_export import export_checkpoint_command
 from motet.cli.checkpoint_tools.content import inspect_command
+from motet.cli.checkpoint_tools.dcp import import_dcp_command
 from motet.cli.checkpoint_tools.differences import diff_command
 from motet.cli.checkpoint_tools.rewrite_commands import average_command, cast_command
 from motet.cli.job_arguments import CommandGroup
@@ -30,11 +31,12 @@ def checkpoint_root() -> None:
     """Look into checkpoints, and make others of them."""
 
 
+checkpoint_app.command("import-dcp")(import_dcp_command)
+checkpoint_app.command("export")(export_checkpoint_command)
 checkpoint_app.command("inspect")(inspect_command)
 checkpoint_app.command("diff")(diff_command)
 checkpoint_app.command("average")(average_command)
 checkpoint_app.command("cast")(cast_command)
-checkpoint_app.command("export")(export_checkpoint_command)
 
 
 @checkpoint_app.command("verify")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from motet.cli.checkpoint_tools.dcp import export_dcp_folder
 from motet.cli.job_arguments import parse_bytes
 from motet.cli.output import log, print_lines
 from motet.core.errors import check_input, convert_os_errors
@@ -19,7 +20,10 @@ def export_checkpoint_command(
     *,
     run: Annotated[Path, Argument(help="The folder of a run, of which the newest checkpoint counts, or a checkpoint.")],
     folder: Annotated[Path, Argument(help="The folder to make.")],
-    to: Annotated[Literal["hf"], Option("--to", help="hf: a folder that transformers loads.")] = "hf",
+    to: Annotated[
+        Literal["hf", "dcp"],
+        Option("--to", help="hf: a folder that transformers loads; dcp: one that torch.distributed.checkpoint loads."),
+    ] = "hf",
     dtype: Annotated[str | None, Option(help="bf16, fp16, fp32 or fp64; by default as in the checkpoint.")] = None,
     shard_size: Annotated[str, Option(help="The largest file, unless one tensor is larger.")] = "5GB",
     adapters: Annotated[
@@ -27,20 +31,21 @@ def export_checkpoint_command(
         Option(help="Add adapters to the weights, write them alone for PEFT, or leave them out."),
     ] = "merge",
 ) -> None:
-    """Write the model of a checkpoint, its config and its tokenizer to a new folder."""
+    """Write the model of a checkpoint to a new folder: with its config and its tokenizer, or with its optimizer."""
+    if to == "dcp":
+        has_options = (dtype, shard_size, adapters) != (None, "5GB", "merge")
+        check_input(
+            not has_options, "--dtype, --shard-size and --adapters are for --to hf; leave them out with --to dcp"
+        )
+        export_dcp_folder(run, folder)
+        return
     from motet.checkpoint.reader import open_checkpoint
     from motet.export.hf_folder import ExportSettings, export_to_hf
-    from motet.train.launch.run_folder import JOB_FILE, read_stored_job
+    from motet.train.launch.run_folder import job_of_checkpoint
 
     settings = ExportSettings(_parse_dtype(dtype), parse_bytes(shard_size), adapters)
     with convert_os_errors(f"read {run}", "make it readable for this user"), open_checkpoint(run) as checkpoint:
-        run_folder = checkpoint.path.absolute().parent.parent
-        check_input(
-            (run_folder / JOB_FILE).is_file(),
-            f"{checkpoint.path} is in no run: {run_folder} has no {JOB_FILE}, which says of what model it is; put it "
-            "back into the checkpoints of its run",
-        )
-        job = read_stored_job(run_folder)
+        job = job_of_checkpoint(checkpoint.path)
         size_bytes = export_to_hf(job, checkpoint, folder, settings=settings, log=log)
     print_lines(f"{folder} has {format_bytes(size_bytes)} of {job.name} at step {checkpoint.step}")
 

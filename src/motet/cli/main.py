@@ -10,6 +10,7 @@ from motet.cli.checkpoint import checkpoint_app
 from motet.cli.collectives.collectives_commands import collectives_app
 from motet.cli.data import data_app
 from motet.cli.environment_variables import read_environment
+from motet.cli.generate import generate_command
 from motet.cli.job_arguments import CommandGroup, JobCommand
 from motet.cli.output import log
 from motet.cli.plan.plan_commands import plan_app
@@ -30,7 +31,10 @@ class RootGroup(CommandGroup):
     """All commands, in the order in which a job needs them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=("train", "plan", "verify", "show", "collectives", "data", "checkpoint").index)
+        return sorted(
+            self.commands,
+            key=("train", "plan", "verify", "show", "collectives", "data", "checkpoint", "generate").index,
+        )
 
 
 app = Typer(
@@ -61,6 +65,7 @@ def root(*, version: Annotated[bool, _VERSION] = False) -> None:
 
 app.command("train", cls=JobCommand)(train_command)
 app.command("verify", cls=JobCommand)(verify_command)
+app.command("generate")(generate_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(collectives_app, name="collectives")
 app.add_typer(data_app, name="data")

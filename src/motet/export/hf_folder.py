@@ -1,10 +1,8 @@
 """A checkpoint as a folder of Hugging Face: weights, config, and the tokenizer of its run."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any, Literal
 
 from motet.checkpoint.reader import CheckpointReader
 from motet.core.direct_io import check_free_space
-from motet.core.errors import InputError, check_input, convert_os_errors
-from motet.core.locked_folders import locked_folder
+from motet.core.errors import InputError, check_input
+from motet.core.new_folders import new_folder
 from motet.core.text_files import parse_json
 from motet.core.trace import log_if_slow, progress_if_slow
 from motet.data.corpus.prepare import find_tokenizer
@@ -81,32 +79,15 @@ def export_to_hf(job: Job, checkpoint: CheckpointReader, folder: Path, *, settin
         with log_if_slow(log, f"checking the tensors of {checkpoint.path} ..."):
             exported.parameters.verify(name for tensor in exported.tensors for name in tensor.sources)
         progress = progress_if_slow(log)
-        check_free_space(unfinished, exported.size_bytes, "make room, or export to another disk")
+        check_free_space(unfinished.parent, exported.size_bytes, "make room, or export to another disk")
         tokenizer = _write_tokenizer(job, unfinished, log)
         if exported.adapters is not None:
             write_adapters(unfinished, adapters, exported.adapters, progress=progress)
         else:
             write_shards(unfinished, exported.tensors, settings.shard_bytes, progress=progress)
             exported.write_config(unfinished, tokenizer)
+            _end_at_turns(unfinished / _GENERATION_CONFIG, tokenizer)
     return exported.size_bytes
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when everything in it is complete."""
-    remedy = "give another folder"
-    with convert_os_errors(f"write {folder}", remedy):
-        check_input(not folder.exists() or folder.is_dir(), f"{folder} is a file; {remedy}")
-        has_files = folder.is_dir() and any(folder.iterdir())
-        check_input(not has_files, f"{folder} is not empty; remove it or {remedy}")
-        parent = folder.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        with locked_folder(parent, f".{folder.absolute().name}.partial-") as unfinished:
-            yield unfinished
-            mask = os.umask(0)
-            os.umask(mask)
-            unfinished.chmod(0o777 & ~mask)
-            unfinished.rename(folder)
 
 
 def _module(model: UserModuleSettings, parameters: StoredParameters, settings: ExportSettings) -> _ExportedModel:
@@ -120,7 +101,8 @@ def _module(model: UserModuleSettings, parameters: StoredParameters, settings: E
     stored = module_without_memory(checkpoint, parameters)
     write_config = partial(_write_module_config, stored.module, place=Path(place).expanduser())
     if settings.adapters == "peft":
-        adapters = module_adapters(stored, checkpoint, place)
+        base = None if checkpoint.weights_folder is None else place
+        adapters = module_adapters(stored, checkpoint, base)
         return _ExportedModel(adapters.tensors, stored.parameters, write_config, adapters)
     tensors = exported_module(stored)
     dtype = next(tensor.dtype for tensor in tensors if "float" in tensor.dtype)
@@ -181,6 +163,21 @@ def _write_tokenizer(job: Job, folder: Path, log: Log) -> Tokenizer | None:
     values = parse_json(config.read_text(encoding="utf-8"))
     _write_json(config, {"tokenizer_class": "PreTrainedTokenizerFast"} | values)
     return tokenizer
+
+
+def _end_at_turns(path: Path, tokenizer: Tokenizer | None) -> None:
+    """Let `generate` end at the token with which the chat template ends a turn, as `motet generate --chat` does."""
+    if tokenizer is None or not tokenizer.has_chat_template or tokenizer.folder is None or not path.is_file():
+        return
+    try:
+        turn = tokenizer.chat.turn_end()
+    except InputError:  # A template for which a user's message alone is no conversation
+        return
+    values = parse_json(path.read_text(encoding="utf-8"))
+    ends = values.get("eos_token_id")
+    ends = [ends] if isinstance(ends, int) else ends or [tokenizer.end_id]
+    if turn is not None and turn not in ends:
+        _write_json(path, values | {"eos_token_id": [*ends, turn]})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from motet.core.errors import InputError
 from motet.export.safetensors_shards import ExportedTensor
 from motet.export.stored_parameters import StoredParameters
+from motet.export.tensor_views import find_box, read_view
 from motet.models.adapters import is_conv1d
 from motet.models.hf.hf_model import HuggingFaceCheckpoint, build_hf_model, silence_transformers
 
@@ -35,7 +36,7 @@ def module_without_memory(checkpoint: HuggingFaceCheckpoint, parameters: StoredP
     module = _build_on_meta(checkpoint)
     layers = frozenset(name for name, layer in module.named_modules() if is_conv1d(layer))
     aliases = dict[str, str]()
-    for names in _tied_names(module):
+    for names in tied_names(module):
         present = [name for name in names if parameters.has(name)]
         aliases |= {name: present[0] for name in names if present and name not in present}
     parameters = replace(parameters, aliases=aliases, transposed_layers=layers)
@@ -55,7 +56,7 @@ def _build_on_meta(checkpoint: HuggingFaceCheckpoint) -> Any:
         return build_hf_model(checkpoint, load_weights=False)
 
 
-def _tied_names(module: nn.Module) -> list[list[str]]:
+def tied_names(module: nn.Module) -> list[list[str]]:
     """All names of each tensor of the module's state."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -65,7 +66,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 def _differing_ties(module: nn.Module, parameters: StoredParameters) -> list[list[str]]:
     """The names of tied tensors that have several values in the checkpoint."""
-    tied = [names for names in _tied_names(module) if len(names) > 1]
+    tied = [names for names in tied_names(module) if len(names) > 1]
     is_merged = parameters.has_merged_adapter
     return [names for names in tied if any(map(is_merged, names)) or len([*filter(parameters.has, names)]) > 1]
 
@@ -102,56 +103,15 @@ def _contiguous_as_views() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Box:
-    """Elements of a tensor that are a box of another one, whose dimensions may be in another order."""
-
-    offsets: list[int]
-    lengths: list[int]
-    order: list[int]  # For each dimension of the box that is longer than 1, that of the other tensor
-
-
-def _find_box(target: Tensor, source: Tensor) -> _Box | None:
-    """The elements of a contiguous tensor that a view shows; None if they are not a box."""
-    offset, strides, offsets = target.storage_offset(), source.stride(), list[int]()
-    for stride in strides:
-        offsets.append(offset // stride)
-        offset %= stride
-    lengths, order = [1] * source.ndim, list[int]()
-    for size, stride in zip(target.shape, target.stride(), strict=True):
-        if size == 1:
-            continue
-        dims = [dim for dim in range(source.ndim) if strides[dim] == stride and source.shape[dim] > 1]
-        if not dims or dims[0] in order or offsets[dims[0]] + size > source.shape[dims[0]]:
-            return None
-        lengths[dims[0]] = size
-        order.append(dims[0])
-    return _Box(offsets, lengths, order)
-
-
 def _exported_view(name: str, target: Tensor, source: str | None, *, conversion: "_Conversion") -> ExportedTensor:
     parameters, shape = conversion.stored.parameters, tuple(target.shape)
-    box = _find_box(target, conversion.state[source]) if source is not None else None
+    box = find_box(target, conversion.state[source]) if source is not None else None
     if source is None or box is None:
         sources = conversion.sources_of(name)
         pieces = partial(conversion.pieces, name)
         return ExportedTensor(name, parameters.exported_dtype(sources[0]), shape, pieces, tuple(sources))
-    pieces = partial(_pieces, source, box, parameters)
+    pieces = partial(read_view, parameters, source, box)
     return ExportedTensor(name, parameters.exported_dtype(source), shape, pieces, (source,))
-
-
-def _pieces(source: str, box: _Box, parameters: StoredParameters) -> Iterator[Tensor]:
-    if not box.offsets:
-        yield parameters.cast(source, parameters.complete(source))
-        return
-    # Rows of the source are rows of the target, or all that the target needs of them are read together
-    has_same_rows = box.order[:1] == [0] or box.lengths[0] == 1
-    first, stop = box.offsets[0], box.offsets[0] + box.lengths[0]
-    inner = tuple(slice(at, at + n) for at, n in zip(box.offsets[1:], box.lengths[1:], strict=True))
-    unit = 1 if has_same_rows else stop - first
-    others = [dim for dim in range(len(box.offsets)) if dim not in box.order]
-    for rows in parameters.pieces(source, first, stop, unit=unit, inner=inner):
-        yield parameters.cast(source, rows.permute(*others, *box.order))
 
 
 @dataclass(frozen=True)

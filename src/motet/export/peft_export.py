@@ -49,7 +49,7 @@ def decoder_adapters(settings: DecoderSettings, parameters: StoredParameters) ->
     return ExportedAdapters(tensors, layers, config["model_type"] == "gpt2", settings.weights)
 
 
-def module_adapters(stored: StoredModule, checkpoint: HuggingFaceCheckpoint, base: str) -> ExportedAdapters:
+def module_adapters(stored: StoredModule, checkpoint: HuggingFaceCheckpoint, base: str | None) -> ExportedAdapters:
     """The adapters of a model of transformers that a job has trained."""
     parameters, layers = stored.parameters, adaptable_layers(stored.module)
     adapted = [layer for layer in layers if parameters.has(f"{layer}.adapter_a")]

@@ -56,7 +56,7 @@ def write_shards(
     for name, shard in zip(names, shards, strict=True):
         for count in _write_file(folder / name, shard):
             written += count
-            progress("exporting (bytes)", written, total)
+            progress("exporting, MiB", written // 2**20, -(-total // 2**20))
     if len(shards) > 1:
         sizes = {"total_parameters": sum(prod(tensor.shape) for tensor in tensors), "total_size": total}
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}

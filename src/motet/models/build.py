@@ -1,7 +1,4 @@
-"""A trainable model from settings: a module with its initial values, its loss and its logits.
-
-Text generation, one token after another.
-"""
+"""A trainable model from settings: a module with its initial values, its loss and its logits."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -21,8 +18,9 @@ from motet.models.adapters import apply_adapters_and_freezing
 from motet.models.arch.decoder import CausalDecoder
 from motet.models.arch.encoder import BidirectionalEncoder
 from motet.models.arch.encoder_decoder import EncoderDecoderModel
+from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.logit_slices import padded_targets
-from motet.models.arch.loss import cross_entropy, gather_whole_logits, linear_cross_entropy, vocabulary_shard_of
+from motet.models.arch.loss import cross_entropy, linear_cross_entropy, vocabulary_shard_of
 from motet.models.hf import hf_model
 from motet.models.hf.decoder_files import find_decoder_tensors
 from motet.models.hf.decoder_weights import DecoderFolderValues
@@ -78,6 +76,8 @@ class TrainableModel:
     context: int | None = None  # The longest sequence; None if unknown
     has_own_loss: bool = False  # The module defines its loss, so its outputs may be anything
     is_autoregressive: bool = False  # Its logits predict each next token
+    # [R, V], the logits after the last of some tokens [R, T] that follow those of a cache; None without such a cache
+    next_logits: Callable[[Tensor, KeyValueCache], Tensor] | None = None
     objective: str | None = None  # The objective of a Hugging Face model
     # The values of parameters on the meta device, or None if another rank's module has them.
     initial_values: ParameterValues | None = None
@@ -137,6 +137,7 @@ def build_trainable_model(
         randomness=_randomness(seed, module) if settings.dropout > 0 else _no_randomness,
         context=settings.context,
         is_autoregressive=isinstance(settings, DecoderSettings),
+        next_logits=module.next_logits if isinstance(module, CausalDecoder) else None,
         initial_values=values if on_meta else None,
     )
 
@@ -327,42 +328,3 @@ def _loss_from_logits(
         return cross_entropy(scores.flatten(0, -2), targets, weights, vocabulary=vocabulary)
 
     return loss_sum
-
-
-@torch.no_grad()
-def generate_tokens(
-    model: TrainableModel,
-    prompt: list[int],
-    count: int,
-    *,
-    seed: int,
-    temperature: float = 1,
-    on_scores: Callable[[Tensor], object] | None = None,
-) -> list[int]:
-    """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
-    The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it."""
-    kind = f"{type(model.module).__name__} is not a causal decoder, so it cannot continue a text"
-    check_input(model.is_autoregressive, f"{kind}; set monitor.sample_tokens = 0")
-    check_input(prompt, "the prompt has no token after which the text could continue; give a prompt")
-    device = next(model.module.parameters()).device
-    tokens, training = list(prompt), model.module.training
-    model.module.eval()
-    try:
-        for n in range(count):
-            window = tokens if model.context is None else tokens[-model.context :]
-            read = torch.tensor([window], device=device)
-            batch = Batch(read, read, torch.zeros(read.shape, device=device), rows=torch.zeros_like(read[:, 0]))
-            last = gather_whole_logits(model.logits(batch)[0, -1], model.module)
-            scores = last.to("cpu", torch.float64)
-            if on_scores is not None:
-                on_scores(scores)
-            tokens.append(_sample_token(scores, temperature, seed=derive_seed(seed, "sample", n)))
-    finally:
-        model.module.train(training)
-    return tokens[len(prompt) :]
-
-
-def _sample_token(scores: Tensor, temperature: float, *, seed: int) -> int:
-    if temperature == 0 or scores.isnan().any():  # NaN has no probability; the first of them says where it came from
-        return int(scores.argmax())
-    return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=torch.Generator().manual_seed(seed)))

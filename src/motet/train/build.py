@@ -14,7 +14,8 @@ from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
 from motet.data.samples.loader import BatchLoader
-from motet.models.build import TrainableModel, build_trainable_model, generate_tokens
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.generation import generate_tokens
 from motet.models.settings import ModelSettings, UserModuleSettings
 from motet.models.user_module import DataRequirements
 from motet.parallel.layout import Layout
@@ -95,7 +96,8 @@ class TrainingComponents:
         model, pipeline = self.model, self.engine.pipeline
         if pipeline is not None:
             logits = model.logits
-            model = replace(model, logits=lambda batch: pipeline.forward_on_all(partial(logits, batch), batch))
+            forward = pipeline.forward_on_all
+            model = replace(model, logits=lambda batch: forward(partial(logits, batch), batch), next_logits=None)
         with self.engine.consensus_parameters():
             return generate_tokens(model, prompt, count, seed=seed, temperature=temperature, on_scores=on_scores)
 
@@ -203,7 +205,10 @@ def build_job_engine(
         if model.check_on_tokens and group.device.type != "meta":
             with torch.no_grad():
                 wrap(model.check_on_tokens)()
-        model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
+        # Ranks that split the tokens of a row cannot share one token.
+        is_split = model_sharding.boundary_comms or model_sharding.activations
+        next_logits = None if is_split or model.next_logits is None else wrap(model.next_logits)
+        model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits), next_logits=next_logits)
     return replace(model, initial_values=None), engine
 
 

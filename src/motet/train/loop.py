@@ -92,7 +92,7 @@ def run_training(
     limit, known = job.memory.device_limit, parts.engine.recomputation.known_tensors
     with report_run_end(emit_event, progress):
         with device_limit_of_run(limit, parts.group.device, known=known):
-            with ended_saves(parts.state.saver):
+            with ended_saves(parts.state.saver, emit_event):
                 step = take_step or parts.make_train_step(job).step
                 TrainingLoop(job, report, progress, emit_event, step, stop, waits_for_saves=take_step is not None).run()
             if progress.is_finished:
@@ -130,7 +130,7 @@ class TrainingLoop:
             self._check_divergence(done, result)
             if done == first_step + 1:
                 self.report.parts.state.check_buffers()  # the first checkpoint may be hours away
-            self._report_saved(self._saver.take_saved())
+            report_saved(self.emit_event, self._saver.take_saved())
             if done == end or stop or self.job.checkpoint.is_due(done) or result.save_requested:
                 self._save(done, is_last=done == end or stop)
                 saved_s = time.monotonic()
@@ -211,16 +211,18 @@ class TrainingLoop:
                 )
                 remedy = "save less often (checkpoint.every), or to a faster disk (run.folder); this is said once"
                 self.emit_event(WarningIssued(text=f"{text}; {remedy}"))
-            self._report_saved(self._saver.finish())
+            report_saved(self.emit_event, self._saver.finish())
             path = self.report.parts.state.start_save(done)
             self.emit_event(CheckpointStarted(step=done, path=_name_in_run(path)))
             if is_last or self.waits_for_saves or self.job.checkpoint.mode == "sync":
-                self._report_saved(self._saver.finish())
+                report_saved(self.emit_event, self._saver.finish())
 
-    def _report_saved(self, saved: SavedCheckpoint | None) -> None:
-        if saved is not None:
-            fields = {name: value for name, value in asdict(saved).items() if name != "path"}
-            self.emit_event(CheckpointSaved(path=_name_in_run(saved.path), **fields))
+
+def report_saved(emit_event: Callable[[Event], None], saved: SavedCheckpoint | None) -> None:
+    """Report a checkpoint that has become complete, if there is one."""
+    if saved is not None:
+        fields = {name: value for name, value in asdict(saved).items() if name != "path"}
+        emit_event(CheckpointSaved(path=_name_in_run(saved.path), **fields))
 
 
 def _name_in_run(checkpoint: Path) -> str:
@@ -228,12 +230,14 @@ def _name_in_run(checkpoint: Path) -> str:
 
 
 @contextmanager
-def ended_saves(saver: CheckpointSaver) -> Iterator[None]:
+def ended_saves(saver: CheckpointSaver, emit_event: Callable[[Event], None]) -> Iterator[None]:
     """After the block, which may fail, no save is under way: one that other ranks have written becomes complete."""
     try:
         yield
     finally:
-        saver.close()
+        saved = saver.close()
+        with suppress(MotetError):  # A failure to write this event did not end the run
+            report_saved(emit_event, saved)
 
 
 def _is_due(done: int, every: int | None) -> bool:

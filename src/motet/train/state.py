@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -110,9 +110,11 @@ class TrainingState:
         shapes, dtypes = self._shapes_and_dtypes
         manifest = CheckpointManifest(step, self.data_fingerprint, shapes, dtypes, saved_by)
         shards = self._shards_to_write()
-        self.optimizer.drop_copies()
         self.optimizer.before_update = self.saver.before_update
-        return self.saver.start(manifest, shards, waited_s=time.perf_counter() - start_s)
+        try:
+            return self.saver.start(manifest, shards, waited_s=time.perf_counter() - start_s)
+        finally:
+            self.optimizer.drop_copies()
 
     def _shards_to_write(self) -> dict[str, ShardToWrite]:
         """The shards that this rank writes, in the order in which updates need them written. Only masters, moments and
@@ -123,11 +125,12 @@ class TrainingState:
         for full_name, shard in self.written_tensors().items():
             kind, _, name = full_name.partition("/")
             if kind in self.optimizer.changed_kinds and name in indices and self.outer_optimizer is None:
-                shards[full_name] = ShardToWrite(shard, indices[name])
+                shards[full_name] = ShardToWrite(shard, indices[name], must_be_finite=kind == "master")
             elif kind == "frozen":
                 shards[full_name] = ShardToWrite(shard)
             else:
-                shards[full_name] = ShardToWrite(replace(shard, values=shard.values.clone()), is_copy=True)
+                is_master = "master" in full_name.split("/")[:-1]
+                shards[full_name] = ShardToWrite(shard, is_copied=True, must_be_finite=is_master)
         last = len(order) + len(indices)
         when = {None: last} | {index: rank_of_slice.get(index, len(order) + index) for index in indices.values()}
         return dict(sorted(shards.items(), key=lambda item: when[item[1].slice_index]))
@@ -291,6 +294,16 @@ class TrainingState:
             remarks.append(
                 "the checkpoint was made with other ranks, buckets or compression: the error feedback of compressed "
                 "gradients is dropped"
+            )
+        now, stored_dtypes = (
+            self.optimizer.state_kinds()["master"].dtype,
+            {dtype for name, dtype in manifest.dtypes.items() if name.startswith("master/")},
+        )
+        for dtype in sorted(stored_dtypes - {dtype_name(now)}):
+            loss = "rounded" if getattr(torch, dtype).itemsize > now.itemsize else "converted without a loss"
+            remarks.append(
+                f"the checkpoint has masters in {dtype}, this run in {dtype_name(now)}: they and moments of that dtype "
+                f"are {loss}, and the run continues, but not bit for bit as it would have"
             )
         if RATE in saved_by.shapes and not self.optimizer.delays:
             remarks.append("the gradients of its last step, which memory.update = 'delayed' would apply, are dropped")

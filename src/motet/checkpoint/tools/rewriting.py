@@ -1,8 +1,6 @@
 """Makes a checkpoint of others: their mean, or one with another master dtype. A few megabytes are in memory."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,24 +16,32 @@ from motet.checkpoint.safetensors_header import DataBox
 from motet.checkpoint.tensor_index import Box
 from motet.checkpoint.tools.boxes import cut_box
 from motet.checkpoint.verification import verify_files
-from motet.core.direct_io import check_free_space
-from motet.core.errors import CheckpointSaveError, InputError, check_input, convert_os_errors
+from motet.core.errors import InputError, check_input
 from motet.core.units import dtype_name
 
 _MAX_FILE_BYTES = 2**34
-_REMEDY = "make room, or give another --output"
 # Reads a box of a tensor by its name.
 BoxReader = Callable[[str, Box], Tensor]
 ByteReporter = Callable[[int], None]
 
 
-def write_checkpoint(folder: Path, manifest: CheckpointManifest, read: BoxReader, *, report: ByteReporter) -> Path:
-    """Write `step-N` into a folder of checkpoints; `read` gives the values of the manifest's tensors."""
+def write_checkpoint(
+    folder: Path,
+    manifest: CheckpointManifest,
+    read: BoxReader,
+    *,
+    report: ByteReporter,
+    stored_boxes: Callable[[str], Sequence[Box] | None] = lambda _: None,
+) -> Path:
+    """Write `step-N` into a folder of checkpoints; `read` gives the values of the manifest's tensors.
+
+    It is asked for boxes inside of the `stored_boxes` of a tensor, if it has some, in their order.
+    """
     final = folder / checkpoint_name(manifest.step)
     unfinished = final.with_name(final.name + PARTIAL_SUFFIX)
     unfinished.mkdir()
     records = list[RankRecord]()
-    for i, boxes in enumerate(_boxes_by_file(manifest)):
+    for i, boxes in enumerate(_boxes_by_file(manifest, stored_boxes)):
         name = f"rank-{i:05d}.safetensors"
         file = _write_file(unfinished / name, boxes, read, report=report)
         records.append(RankRecord(name, *file))
@@ -43,11 +49,14 @@ def write_checkpoint(folder: Path, manifest: CheckpointManifest, read: BoxReader
     return final
 
 
-def _boxes_by_file(manifest: CheckpointManifest) -> Iterator[list[DataBox]]:
+def _boxes_by_file(
+    manifest: CheckpointManifest, stored_boxes: Callable[[str], Sequence[Box] | None]
+) -> Iterator[list[DataBox]]:
     boxes, size_bytes = list[DataBox](), 0
     for name, lengths in manifest.shapes.items():
         shape = tuple(lengths)
-        for box in cut_box(((0,) * len(shape), shape)):
+        stored = stored_boxes(name) or [((0,) * len(shape), shape)]
+        for box in (part for each in stored for part in cut_box(each)):
             boxes.append(DataBox(name, manifest.dtypes[name], shape, *box))
             size_bytes += boxes[-1].size_bytes
             if size_bytes >= _MAX_FILE_BYTES:
@@ -65,23 +74,6 @@ def _write_file(path: Path, boxes: Sequence[DataBox], read: BoxReader, *, report
             writer.write_box(box, values)
             report(box.size_bytes)
         return writer.finish()
-
-
-@contextmanager
-def new_folder(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Make a folder that the block fills, and remove it if the block fails. One with files is refused."""
-    with convert_os_errors(f"write {folder}", "give another --output"):
-        is_new = not folder.exists()
-        is_free = is_new or (folder.is_dir() and not any(folder.iterdir()))
-        check_input(is_free, f"{folder} exists already; remove it, or give another --output")
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with convert_os_errors(f"write {folder}", _REMEDY, CheckpointSaveError):
-            check_free_space(folder, needed_bytes, _REMEDY)
-            yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def verify_source(checkpoint: CheckpointReader) -> None:

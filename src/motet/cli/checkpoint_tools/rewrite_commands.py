@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +20,7 @@ from motet.monitor.stdout_stderr import print_json
 if TYPE_CHECKING:
     from motet.checkpoint.manifest import CheckpointManifest
     from motet.checkpoint.reader import CheckpointReader
+    from motet.checkpoint.tensor_index import Box
     from motet.checkpoint.tools.rewriting import BoxReader
 
 _OUTPUT = Option("--output", "-o", help="The folder to make: a run, which `motet train --resume-from` continues.")
@@ -40,10 +42,10 @@ def average_command(
     from motet.checkpoint.tools.rewriting import average_reader, check_same_tensors, without_layout
 
     check_input(len(checkpoints) > 1, "give two checkpoints or more; the mean of one is itself")
-    sources = _open_verified(checkpoints)
+    sources = open_verified(checkpoints)
     check_same_tensors(sources)
     manifest = without_layout(sources[-1].manifest)
-    _write_run(output, sources[-1], manifest, read=average_reader(sources), json=json)
+    write_run(output, sources[-1], manifest, read=average_reader(sources), json=json)
 
 
 def cast_command(
@@ -60,13 +62,14 @@ def cast_command(
     """
     from motet.checkpoint.tools.rewriting import cast_dtypes, cast_reader, without_layout
 
-    (source,) = _open_verified([checkpoint])
+    (source,) = open_verified([checkpoint])
     dtypes = cast_dtypes(source.manifest, _DTYPES[dtype])
     manifest = replace(without_layout(source.manifest), dtypes=dtypes)
-    _write_run(output, source, manifest, read=cast_reader(source, dtypes), json=json, master_dtype=_DTYPES[dtype])
+    write_run(output, source, manifest, read=cast_reader(source, dtypes), json=json, master_dtype=_DTYPES[dtype])
 
 
-def _open_verified(paths: list[Path]) -> list[CheckpointReader]:
+def open_verified(paths: list[Path]) -> list[CheckpointReader]:
+    """Open checkpoints that have no changed byte."""
     from motet.checkpoint.reader import open_checkpoint
     from motet.checkpoint.tools.rewriting import verify_source
 
@@ -81,34 +84,39 @@ def _open_verified(paths: list[Path]) -> list[CheckpointReader]:
     return sources
 
 
-def _write_run(
+def write_run(
     output: Path,
-    source: CheckpointReader,
+    source: CheckpointReader | None,
     manifest: CheckpointManifest,
     *,
     read: BoxReader,
     json: bool,
     master_dtype: str | None = None,
+    stored_boxes: Callable[[str], Sequence[Box] | None] = lambda _: None,
 ) -> None:
     """Write a run folder with one checkpoint, and with the job of the source if that is in a run."""
-    from motet.checkpoint.tools.rewriting import new_folder, write_checkpoint
+    from motet.checkpoint.tools.rewriting import write_checkpoint
+    from motet.core.new_folders import new_folder
     from motet.train.launch.run_folder import CHECKPOINTS_FOLDER, JOB_FILE, read_stored_tree
 
-    run = source.path.absolute().parent.parent
-    job = _with_master_dtype(read_stored_tree(run), master_dtype) if (run / JOB_FILE).is_file() else None
-    with new_folder(output, manifest.size_bytes):
-        (output / CHECKPOINTS_FOLDER).mkdir()
+    run = source.path.absolute().parent.parent if source else None
+    job = _with_master_dtype(read_stored_tree(run), master_dtype) if run and (run / JOB_FILE).is_file() else None
+    with new_folder(output, manifest.size_bytes, "--output") as unfinished:
+        (unfinished / CHECKPOINTS_FOLDER).mkdir()
         report = byte_progress(f"writing {output}", manifest.size_bytes)
-        path = write_checkpoint(output / CHECKPOINTS_FOLDER, manifest, read, report=report)
+        path = write_checkpoint(
+            unfinished / CHECKPOINTS_FOLDER, manifest, read, report=report, stored_boxes=stored_boxes
+        )
         if job is not None:
-            write_file_atomically(output / JOB_FILE, to_toml(job).encode())
+            write_file_atomically(unfinished / JOB_FILE, to_toml(job).encode())
+    path = output / CHECKPOINTS_FOLDER / path.name
     if json:
         print_json({"path": str(path), "step": manifest.step, "size_bytes": manifest.size_bytes, "has_job": bool(job)})
         return
     use = (
         f"`motet train --resume-from {output}` continues from it"
         if job
-        else f"{source.path} is in no run, so it has no job"
+        else f"{source.path if source else 'its source'} is in no run, so it has no job"
     )
     print_lines(f"{path}: step {manifest.step}, {format_bytes(manifest.size_bytes)}; {use}")
 

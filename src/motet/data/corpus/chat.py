@@ -128,6 +128,14 @@ class ChatTokenizer:
             text = self._render(messages, None, add_generation_prompt=True)
         return list(self.backend(text, add_special_tokens=False)["input_ids"])
 
+    def turn_end(self) -> int | None:
+        """The special token that ends a turn of the assistant; None if the template puts none."""
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+        [encoded] = self.encode([Conversation(messages, None, "the prompt")])
+        last = [token for token, is_target in zip(encoded.tokens, encoded.is_target, strict=True) if is_target][-1:]
+        special = self.backend.added_tokens_decoder
+        return next((token for token in last if token in special), None)
+
     def encode(self, conversations: list[Conversation]) -> list[EncodedConversation]:
         """The tokens and targets of conversations. Texts are tokenised together, on the threads of `tokenizers`."""
         results: dict[int, EncodedConversation] = {}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.models.arch.attention_mask import AttentionMask, dot_product_attention
+from motet.models.arch.key_value_cache import LayerCache
 from motet.models.arch.layers import RMSNorm, apply_activation, apply_rotary, build_norm, gated_activation
 from motet.models.settings import TransformerSettings
 
@@ -37,7 +38,9 @@ class SelfAttention(nn.Module):
             self.key_norm = RMSNorm(self.head_dim, s.norm_eps)
         self.output = nn.Linear(s.heads * self.head_dim, s.hidden, bias=output_bias)
 
-    def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None, *, cache: LayerCache | None = None
+    ) -> Tensor:
         # [R, T, heads + kv_heads, head_dim] and [R, T, kv_heads, head_dim]
         qk, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         if self.has_query_key_norm:
@@ -46,6 +49,8 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             qk = apply_rotary(qk, rotary)
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
         return cast(Tensor, self.output(dot_product_attention(q, k, v, mask, scale=self.scale, dropout=dropout)))
 
@@ -100,9 +105,17 @@ class PreNormBlock(nn.Module):
         self.ffn_norm, self.ffn = build_norm(s, bias=norm_bias), ffn
         self.dropout = nn.Dropout(s.dropout)
 
-    def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None, *encoded: Any) -> Tensor:
-        """`encoded` is the output of the encoder and its mask."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary))
+    def forward(
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rotary: Tensor | None = None,
+        *encoded: Any,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """`encoded` is the output of the encoder and its mask. With a cache, x are the tokens after those in it."""
+        options = {} if cache is None else {"cache": cache}
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary, **options))
         if encoded:
             x = x + self.dropout(self.cross(self.cross_norm(x), *encoded))
         return cast(Tensor, x + self.dropout(self.ffn(self.ffn_norm(x))))

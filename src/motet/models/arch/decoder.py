@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import causal_mask, places_in_row
+from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.layers import RotaryEmbedding, build_norm
 from motet.models.arch.loss import LogitsProjection
 from motet.models.settings import DecoderSettings
@@ -63,6 +64,19 @@ class CausalDecoder(nn.Module):
         for block in self.blocks:
             x = block(x, mask, rotary)
         return cast(Tensor, self.norm(x))
+
+    def next_logits(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        """[R, V], the logits after the last of these tokens [R, T], which follow those in the cache and join them."""
+        s, places = self.settings, cache.places(tokens.shape[1], tokens.device)
+        check_sequence_length(tokens, s.context - cache.length)
+        x = self.embedding(tokens)
+        x = self.dropout(x + self.positions(places) if s.positions == "learned" else x)
+        rotary = None if self.rotary is None else self.rotary.rotations_at(places, x.dtype)
+        mask = cache.mask(places, s.sliding_window)
+        for index, block in enumerate(self.blocks):
+            x = block(x, mask, rotary, cache=cache.layer(index))
+        cache.length += tokens.shape[1]
+        return cast(Tensor, self.projection(self.norm(x[:, -1:]), self.head_weight()))[:, 0]
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The table of the tokens, by the name that models of transformers use."""

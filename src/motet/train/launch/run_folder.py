@@ -147,7 +147,8 @@ RESUME_RULES: dict[str, ResumeRule] = {
     **dict.fromkeys(("layout", "communication", "outer", "optimizer"), "warned"),
     **dict.fromkeys(("run.device", "precision.reduce_dtype", "precision.emulate"), "warned"),
     **dict.fromkeys(("precision.loss_scale", "precision.loss_scale_growth_steps"), "warned"),
-    "precision.loss_scale_initial": "ignored",
+    # A warning about the checkpoint names masters in another dtype
+    **dict.fromkeys(("precision.loss_scale_initial", "precision.master_dtype"), "ignored"),
     **dict.fromkeys(("layout.server.send_order", "layout.server.copies", "layout.server.snapshot_every"), "ignored"),
     **dict.fromkeys(("layout.server.listen", "layout.server.eviction_timeout_s"), "ignored"),
     "layout.server.max_process_restarts": "ignored",
@@ -240,6 +241,17 @@ def read_stored_job(path: Path, overrides: list[str] | None = None) -> Job:
     """The resolved job of a run folder; with overrides, a setting that they leave without effect is refused."""
     tree, source = read_stored_tree(path), str(path / JOB_FILE)
     return job_from_tree(tree, source) if overrides is None else overridden_job(tree, overrides, source)
+
+
+def job_of_checkpoint(checkpoint: Path) -> Job:
+    """The job of the run in whose folder a checkpoint lies."""
+    run_folder = checkpoint.absolute().parent.parent
+    check_input(
+        (run_folder / JOB_FILE).is_file(),
+        f"{checkpoint} is in no run: {run_folder} has no {JOB_FILE}, which says of what model it is; put it "
+        "back into the checkpoints of its run",
+    )
+    return read_stored_job(run_folder)
 
 
 def read_stored_tree(path: Path) -> dict[str, Any]:
