@@ -4,16 +4,17 @@
 Two ranks train a stack of linear layers with AdamW at stage 1, and save masters and moments. Each contender takes the
 same steps with a save before the first of them, in turn in one run, and once in a round the steps go without a save.
 All contenders leave their files on disk (fsync). Layers compute, or sleep as long as a GPU computes and leave the cores
-to the write; and steps are so short that updates overtake the write. How long the peers take does not depend on the
-steps, so they take part in one of the three comparisons.
+to the write. How long the peers take does not depend on the steps, so they take part in one of the comparisons. In
+another, motet's writes wait as long as a slow disk would take, so that updates overtake them and values are copied.
 
-    python benchmarks/checkpoint_stall.py [--ranks 2] [--rounds 15] [--mebibytes 1024] [--folder .] [--long-s 1.5]
-                                          [--long-rows 64] [--page]
+    python benchmarks/checkpoint_stall.py [--ranks 2] [--rounds 15] [--mebibytes 1024] [--folder .] [--long-s 1]
+                                          [--slow-disk-MBps 250] [--page]
 
 --page writes docs/benchmarks/checkpoint-stall.md.
 """
 
 import argparse
+import math
 import os
 import shutil
 import statistics
@@ -35,12 +36,13 @@ from parts.rounds import interleave, progress, quartiles, ratios
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from motet.checkpoint.safetensors_header import DataBox
     from motet.parallel.process.process_group import RankGroup
     from motet.train.engine import TrainingEngine
 
 PAGE = DOCS / "checkpoint-stall.md"
 BYTES_PER_PARAMETER = 12  # A master and two moments of float32
-SHORT_ROWS = 8
+ROWS = 8
 ASYNC, SYNC, NONE = "motet, `async`", "motet, `sync`", "no save"
 TORCH, DCP, DCP_ASYNC = "`torch.save` by each rank", "DCP `save`", "DCP `async_save`"
 
@@ -51,9 +53,9 @@ class Pace:
 
     words: str
     steps: int  # In which a save is written
-    rows: int
     sleep_s: float = 0.0  # Of a step
     with_peers: bool = False
+    disk_Bps: float = math.inf  # Of a rank, for motet
 
 
 @dataclass
@@ -73,10 +75,10 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=1024, help="of masters and moments")
     parser.add_argument("--width", type=int, default=2048, help="of a layer")
     parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk")
-    parser.add_argument("--long-s", type=float, default=1.5, help="sleep of a long step")
-    parser.add_argument("--long-rows", type=int, default=64, help="rows that a long step computes")
+    parser.add_argument("--long-s", type=float, default=1.0, help="sleep of a long step")
+    parser.add_argument("--slow-disk-MBps", type=float, default=250.0, help="bytes per second of all ranks")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    quick = {"rounds": 1, "mebibytes": 16, "width": 256, "long_s": 0.2, "long_rows": 64}
+    quick = {"rounds": 1, "mebibytes": 16, "width": 256, "long_s": 0.2}
     run_on_ranks(measure, parse_arguments(parser, **quick))
 
 
@@ -84,9 +86,9 @@ def measure(options: argparse.Namespace) -> None:
     with rank_group(options.threads) as group, shared_folder(options.folder, group) as folder:
         bench, load = StallBenchmark(options, group, folder), load_of_machine()
         paces = [
-            Pace("long steps, cores free", 2, SHORT_ROWS, options.long_s, with_peers=True),
-            Pace("long steps, cores busy", 2, options.long_rows),
-            Pace("short steps, cores busy", 4, SHORT_ROWS),
+            Pace("steps that leave the cores free", 2, options.long_s, with_peers=True),
+            Pace("steps that compute", 3),
+            Pace("steps that compute, and a slow disk", 6, disk_Bps=options.slow_disk_MBps * 1e6 / options.ranks),
         ]
         parts = [
             f"{bench.state_bytes / 2**20:.0f} MiB of masters and moments of {bench.layers} layers; {options.ranks} "
@@ -125,7 +127,8 @@ def report(pace: Pace, timings: Mapping[str, Sequence[Timing]]) -> list[str]:
     without = timings[NONE]
     step_s = [each.total_s / pace.steps for each in without]
     kind = f"sleeps {pace.sleep_s:g} s" if pace.sleep_s else "computes"
-    text = f"A step {kind}, with {pace.rows} rows a rank, and takes {statistics.median(step_s):.2f} s without a save."
+    disk = "" if math.isinf(pace.disk_Bps) else f" A rank writes at most {pace.disk_Bps / 1e6:.0f} MB/s."
+    text = f"A step {kind} and takes {statistics.median(step_s):.2f} s without a save, with {ROWS} rows a rank.{disk}"
     head = ["", "waits (s)", "added to the steps (s)", "until on disk (s)", "copied (MiB)", "a step during the write"]
     rows = []
     for name, mine in timings.items():
@@ -187,8 +190,8 @@ class StallBenchmark:
 
         self._group, self._folder, self._saves = group, folder, 0
         self.layers = -(-options.mebibytes * 2**20 // (BYTES_PER_PARAMETER * options.width**2))
-        self._tokens = torch.arange(max(SHORT_ROWS, options.long_rows)) % 260
-        self._pace = Pace("", 1, SHORT_ROWS)
+        self._tokens = torch.arange(ROWS)
+        self._pace = Pace("", 1)
         self._let_sleep(0.0)
         model = SleepingModel(options.width, self.layers)
         self._engine: TrainingEngine = motet.parallelize(model, "zero=1", loss=loss_sum)
@@ -236,7 +239,7 @@ class StallBenchmark:
         return timing
 
     def _step(self) -> None:
-        self._engine.step(self._tokens[: self._pace.rows], learning_rate=1e-6)
+        self._engine.step(self._tokens, learning_rate=1e-6)
 
     def _let_sleep(self, step_s: float) -> None:
         from parts.sleeping_model import BACKWARD, FORWARD
@@ -264,6 +267,16 @@ class StallBenchmark:
         pass
 
     def _start_motet(self, _: Timing) -> None:
+        from motet.checkpoint import background_writer
+        from motet.checkpoint.data_files import DataFileWriter
+
+        class SlowWriter(DataFileWriter):
+            def write_box(self, box: "DataBox", values: "Tensor") -> None:
+                time.sleep(values.nbytes / disk_Bps)
+                super().write_box(box, values)
+
+        disk_Bps = self._pace.disk_Bps
+        background_writer.DataFileWriter = DataFileWriter if math.isinf(disk_Bps) else SlowWriter  # type: ignore[misc]
         self._state.start_save(self._saves)
 
     def _save_motet(self, timing: Timing) -> None:
