@@ -55,7 +55,7 @@ class Pace:
     steps: int  # In which a save is written
     sleep_s: float = 0.0  # Of a step
     with_peers: bool = False
-    disk_Bps: float = math.inf  # Of a rank, for motet
+    disk_bytes_per_s: float = math.inf  # Of a rank, for motet
 
 
 @dataclass
@@ -88,7 +88,9 @@ def measure(options: argparse.Namespace) -> None:
         paces = [
             Pace("steps that leave the cores free", 2, options.long_s, with_peers=True),
             Pace("steps that compute", 3),
-            Pace("steps that compute, and a slow disk", 6, disk_Bps=options.slow_disk_MBps * 1e6 / options.ranks),
+            Pace(
+                "steps that compute, and a slow disk", 6, disk_bytes_per_s=options.slow_disk_MBps * 1e6 / options.ranks
+            ),
         ]
         parts = [
             f"{bench.state_bytes / 2**20:.0f} MiB of masters and moments of {bench.layers} layers; {options.ranks} "
@@ -127,7 +129,9 @@ def report(pace: Pace, timings: Mapping[str, Sequence[Timing]]) -> list[str]:
     without = timings[NONE]
     step_s = [each.total_s / pace.steps for each in without]
     kind = f"sleeps {pace.sleep_s:g} s" if pace.sleep_s else "computes"
-    disk = "" if math.isinf(pace.disk_Bps) else f" A rank writes at most {pace.disk_Bps / 1e6:.0f} MB/s."
+    disk = (
+        "" if math.isinf(pace.disk_bytes_per_s) else f" A rank writes at most {pace.disk_bytes_per_s / 1e6:.0f} MB/s."
+    )
     text = f"A step {kind} and takes {statistics.median(step_s):.2f} s without a save, with {ROWS} rows a rank.{disk}"
     head = ["", "waits (s)", "added to the steps (s)", "until on disk (s)", "copied (MiB)", "a step during the write"]
     rows = []
@@ -272,11 +276,11 @@ class StallBenchmark:
 
         class SlowWriter(DataFileWriter):
             def write_box(self, box: "DataBox", values: "Tensor") -> None:
-                time.sleep(values.nbytes / disk_Bps)
+                time.sleep(values.nbytes / disk_bytes_per_s)
                 super().write_box(box, values)
 
-        disk_Bps = self._pace.disk_Bps
-        background_writer.DataFileWriter = DataFileWriter if math.isinf(disk_Bps) else SlowWriter  # type: ignore[misc]
+        disk_bytes_per_s = self._pace.disk_bytes_per_s
+        background_writer.DataFileWriter = DataFileWriter if math.isinf(disk_bytes_per_s) else SlowWriter  # type: ignore[misc]
         self._state.start_save(self._saves)
 
     def _save_motet(self, timing: Timing) -> None:
