@@ -1,10 +1,11 @@
 """Runs that are killed with SIGKILL at random moments and resumed: do they equal the run that nobody killed?
 
-A small decoder with dropout trains on two ranks over shared memory and saves every three steps. It trains once without
-a kill. Then each kill meets a new run: the supervisor, one rank or all processes, at a random instant of one of five
-moments. `--resume` trains that run to its end, and the script compares it with the first one.
+A small decoder with dropout trains on two ranks over shared memory and saves every three steps, while it goes on. It
+trains once without a kill. Then each kill meets a new run: the supervisor, one rank or all processes, at a random
+instant of one of six moments. `--resume` trains that run to its end, and the script compares it with the first one.
+Other runs are not killed: from some step on, the system refuses one rank a file as large as its part of a checkpoint.
 
-    python benchmarks/kills.py [--kills 40] [--seed 1] [--page]
+    python benchmarks/kills.py [--kills 40] [--full-disks 4] [--seed 1] [--page]
 
 --page writes docs/benchmarks/kills.md.
 """
@@ -19,23 +20,39 @@ from pathlib import Path
 from random import Random
 
 from parts.arguments import parse_arguments
-from parts.killed_runs import EVERY, KEEP, MOMENTS, STEPS, VICTIMS, Kill, KillOutcome, UndisturbedRun, kill_and_resume
+from parts.killed_runs import (
+    EVERY,
+    FULL_DISK,
+    KEEP,
+    MOMENTS,
+    STEPS,
+    VICTIMS,
+    Kill,
+    KillOutcome,
+    UndisturbedRun,
+    fill_disk_and_resume,
+    kill_and_resume,
+)
 from parts.report.pages import DOCS, fill, table
 
 PAGE = DOCS / "kills.md"
+RANKS = ("rank 0", "rank 1")
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--full-disks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parse_arguments(parser, kills=2)
+    options = parse_arguments(parser, kills=2, full_disks=1)
     before = {path.name for path in SHARED_MEMORY.iterdir()}
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         undisturbed = UndisturbedRun.train(Path(folder, "undisturbed"))
-        outcomes = list(kill_all(options.kills, Random(options.seed), undisturbed, Path(folder)))
+        random = Random(options.seed)
+        outcomes = list(kill_all(options.kills, random, undisturbed, Path(folder)))
+        outcomes += fill_disks(options.full_disks, random, undisturbed, Path(folder))
     new = sorted({path.name for path in SHARED_MEMORY.iterdir()} - before)
     parts = [report(outcomes), f"New in {SHARED_MEMORY} after all runs: {', '.join(new) or 'nothing'}."]
     print("\n\n".join(parts))
@@ -53,28 +70,44 @@ def kill_all(kills: int, random: Random, undisturbed: UndisturbedRun, folder: Pa
             kill = Kill(moment, victim, random.random(), random.randint(first, STEPS))
             outcome = kill_and_resume(kill, run, undisturbed)
             shutil.rmtree(run)
-        problems = "; ".join(_problems(outcome)) or "equal"
-        print(f"{number + 1:3d} {moment}, {victim}, step {kill.step}: {problems}", file=sys.stderr, flush=True)
-        yield outcome
+        yield _say(number, outcome)
+
+
+def fill_disks(count: int, random: Random, undisturbed: UndisturbedRun, folder: Path) -> Iterator[KillOutcome]:
+    """The disk of each rank in turn is full from a random step on."""
+    for number, victim in enumerate(islice(cycle(RANKS), count)):
+        run, step = folder / f"full-{number:03d}", random.randint(1, STEPS - 2 * EVERY)
+        outcome = fill_disk_and_resume(victim, step, run, undisturbed=undisturbed)
+        shutil.rmtree(run)
+        yield _say(number, outcome)
+
+
+def _say(number: int, outcome: KillOutcome) -> KillOutcome:
+    kill, problems = outcome.kill, "; ".join(_problems(outcome)) or "equal"
+    cut = ", in a save" if outcome.has_cut_save else ""
+    text = f"{number + 1:3d} {kill.moment}, {kill.victim}, step {kill.step}{cut}: {problems}"
+    print(text, file=sys.stderr, flush=True)
+    return outcome
 
 
 def report(outcomes: Sequence[KillOutcome]) -> str:
     """The table."""
     rows = []
-    for moment, victim in product(MOMENTS, VICTIMS):
+    for moment, victim in product((*MOMENTS, FULL_DISK), VICTIMS):
         cell = [each for each in outcomes if (each.kill.moment, each.kill.victim) == (moment, victim)]
         if cell:
             rows.append(_row(moment, victim, cell))
     rows.append(_row("all", "", outcomes))
-    head = ["moment", "victim", "kills", "resumed", "equal in bits", "processes left", "files left"]
+    head = ["moment", "victim", "runs", "cut in a save", "resumed", "equal in bits", "processes left", "files left"]
     return table(head, rows)
 
 
 def _row(moment: str, victim: str, cell: Sequence[KillOutcome]) -> list[str]:
     resumed = sum(not each.problem for each in cell)
+    cut = sum(each.has_cut_save for each in cell)
     equal = sum(not each.differences for each in cell)
     processes, files = sum(each.processes for each in cell), sum(len(each.leftovers) for each in cell)
-    return [moment, victim, *map(str, (len(cell), resumed, equal, processes, files))]
+    return [moment, victim, *map(str, (len(cell), cut, resumed, equal, processes, files))]
 
 
 def _problems(outcome: KillOutcome) -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -49,8 +49,11 @@ ranks = 2
 threads = 1
 cpu_backend = "motet"
 """
-MOMENTS = ("starting", "training", "saving", "deleting", "ending")
+MOMENTS = ("starting", "training", "writing", "publishing", "deleting", "ending")
 VICTIMS = ("supervisor", "rank 0", "rank 1", "all")
+FULL_DISK = "full disk"  # The moment of a run that is not killed: the data file of one rank reaches a limit
+LARGEST_FILE_BYTES = 2**17  # Less than a data file, more than every other file
+SAVE_FAILED_CODE = 5
 MARK = "MOTET_KILLED_RUN"  # A variable in the environment of every process of a run
 LIMIT_S = 120.0
 DEATH_LIMIT_S = 10.0
@@ -95,6 +98,10 @@ class KilledRun:
     def processes(self) -> list[psutil.Process]:
         """Living processes of the run, whoever is their parent."""
         return [process for process in psutil.process_iter() if _mark_of(process) == str(self.folder)]
+
+    def partial_folders(self) -> list[str]:
+        """Folders of checkpoints that are not complete."""
+        return [path.name for path in (self.run_folder / "checkpoints").glob("*.partial")]
 
     def files(self) -> list[str]:
         """Names of all files and folders of the run, of its cache, and of its temporary folder."""
@@ -173,10 +180,14 @@ class Kill:
         checkpoints = run.run_folder / "checkpoints"
         due = -(-self.step // EVERY) * EVERY
         saved = checkpoints / f"step-{due:08d}"
+        partial = saved.with_name(f"{saved.name}.partial")
+        described = [partial / name for name in ("rank-00001.written.json", "tensors.json", "saved_by.json")]
         until: dict[str, tuple[Callable[[], bool], float]] = {
             "starting": (lambda: True, undisturbed.start_s),
+            FULL_DISK: (lambda: any(event["step"] == self.step for event in run.events("step_done")), 0.0),
             "training": (lambda: any(event["step"] == self.step for event in run.events("step_done")), 0.04),
-            "saving": (lambda: saved.with_name(f"{saved.name}.partial").exists(), 0.03),
+            "writing": (partial.exists, 0.01),
+            "publishing": (lambda: any(path.exists() for path in described), 0.003),
             "deleting": (saved.exists, 0.003),
             "ending": ((checkpoints / f"step-{STEPS:08d}").exists, undisturbed.end_s),
         }
@@ -217,6 +228,7 @@ class KillOutcome:
 
     kill: Kill
     processes: int  # Processes alive some seconds after the kill
+    has_cut_save: bool  # An incomplete checkpoint was there after the kill
     problem: str  # The problem of the resumed run
     differences: list[str]
     leftovers: list[str]
@@ -230,12 +242,38 @@ def kill_and_resume(kill: Kill, folder: Path, undisturbed: UndisturbedRun) -> Ki
     try:
         if not (kill.wait(run, process, undisturbed) and kill.strike(process)):
             return None
-        deadline = time.monotonic() + DEATH_LIMIT_S
-        while (alive := run.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        problem = run.resume()
-        return KillOutcome(kill, len(alive), problem, list(undisturbed.differences(run)), undisturbed.leftovers(run))
+        return _resume(kill, run, undisturbed)
     finally:
         for process_left in run.processes():
             process_left.kill()
         process.wait()
+
+
+def fill_disk_and_resume(victim: str, step: int, folder: Path, *, undisturbed: UndisturbedRun) -> KillOutcome:
+    """The outcome of a run in which one rank, from a step on, cannot write its part of a checkpoint."""
+    run, kill = KilledRun(folder), Kill(FULL_DISK, victim, 0.0, step)
+    run.prepare()
+    process = run.start()
+    try:
+        assert kill.wait(run, process, undisturbed), "the run ended before its disk was full"
+        for rank in kill.victims(process):
+            rank.rlimit(psutil.RLIMIT_FSIZE, (LARGEST_FILE_BYTES, LARGEST_FILE_BYTES))
+        code, output = process.wait(LIMIT_S), (folder / "output.txt").read_text(encoding="utf-8")
+        problems = [] if code == SAVE_FAILED_CODE else [f"the run ended with {code}: {output[-2000:]}"]
+        problems += [] if "could not save" in output else [f"no sentence about the checkpoint: {output[-2000:]}"]
+        outcome = _resume(kill, run, undisturbed)
+        problems += ["an incomplete checkpoint stayed"] if outcome.has_cut_save else []
+        return replace(outcome, problem="; ".join([*problems, *filter(None, [outcome.problem])]))
+    finally:
+        for process_left in run.processes():
+            process_left.kill()
+        process.wait()
+
+
+def _resume(kill: Kill, run: KilledRun, undisturbed: UndisturbedRun) -> KillOutcome:
+    deadline = time.monotonic() + DEATH_LIMIT_S
+    while (alive := run.processes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    has_cut_save, problem = bool(run.partial_folders()), run.resume()
+    differences, leftovers = list(undisturbed.differences(run)), undisturbed.leftovers(run)
+    return KillOutcome(kill, len(alive), has_cut_save, problem, differences, leftovers)

@@ -91,6 +91,10 @@ LAYOUTS = [
     "layout.tp=2 layout.zero=1",
     "layout.tp=2 layout.pp=2 layout.microbatches=4",
     "layout.tp=2 layout.pp=2 layout.microbatches=4 layout.sp=true model.tied=false",
+    "layout.zero=1 memory.optimizer=host communication.overlap=forward",
+    "layout.zero=2 memory.optimizer=host memory.update=delayed",
+    "layout.zero=1 memory.optimizer=host memory.update=delayed communication.overlap=forward",
+    "layout.zero=3 memory.optimizer=host memory.update=delayed communication.overlap=forward",
     # FSDP2 by itself would gather a block in the first backward that no backward of its micro-batch uses.
     "layout.pp=2 layout.zero=3 layout.microbatches=4 model.layers=4",
 ]

@@ -41,7 +41,14 @@ StateTensors = Sequence[tuple[Category, Sequence[Tensor]]]
 
 def steps_before(job: Job) -> int:
     """The steps before the measured one: moments exist after the first, and policies are chosen after some more."""
-    return max(1, len(MEASURED_STEPS) if job.memory.recompute == "auto" else 0)
+    return max(1, steps_before_gathers(job), len(MEASURED_STEPS) if job.memory.recompute == "auto" else 0)
+
+
+def steps_before_gathers(job: Job) -> int:
+    """The steps before the first one that gathers updated parameters. The host updates them while the next step
+    computes if the update is delayed, and they arrive while another one computes if it overlaps the forward."""
+    is_on_device = job.memory.optimizer == "device"
+    return 0 if is_on_device else (job.memory.update == "delayed") + (job.communication.overlap == "forward")
 
 
 def measure_on_group(job: Job, group: RankGroup, folder: Path) -> StepMemory:

@@ -53,7 +53,12 @@ from motet.train.engine import TrainingEngine
 from motet.train.job import Job, batch_shape
 from motet.train.launch.preflight import check_classes, check_job, check_objective, check_vocabulary
 from motet.train.memory_check.predicted_ranks import check_device_limit
-from motet.train.memory_check.step_memory import compare_with_prediction, measure_timeline, names_of_blocks
+from motet.train.memory_check.step_memory import (
+    compare_with_prediction,
+    measure_timeline,
+    names_of_blocks,
+    steps_before_gathers,
+)
 from motet.train.memory_check.step_prediction import StepMemory
 from motet.train.proposed_sharding import RandomBatches, sharding_of_model
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
@@ -379,12 +384,13 @@ def _rehearse_step(
     train_step = TrainStep(engine, loop)
 
     def take_step(step: int) -> None:
+        started.sizes.clear()  # Those of the steps before
         with KnownValuesMode() if _has_own_code(job) else nullcontext():
             train_step.step(step, job.optimizer.learning_rate)
 
     blocks = names_of_blocks(engine.module)
     tracker = StepCategories(blocks, on_meta=True, on_message=started.on_message)
-    timeline = measure_timeline(engine, take_step, tracker, steps_before=0)
+    timeline = measure_timeline(engine, take_step, tracker, steps_before=steps_before_gathers(job))
     shape, slices = batch_shape(job, len(engine.plan.rows_by_rank[rank][0])), 1
     if engine.pipeline and engine.pipeline.state.slices:
         slices = engine.pipeline.state.slices.world
