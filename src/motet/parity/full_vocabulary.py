@@ -29,6 +29,8 @@ from motet.parity.record.record_verification_steps import SINGLE_RANK_GROUP, sin
 
 TOKENS, WIDTH = 32, 8
 MAX_ENTRIES = 1 << 19  # A larger vocabulary is cut to a number that leaves the same padding
+# Entries whose gradients are added at a time in float64: short sums are more exact than long ones, which are compared with them
+PART_ENTRIES = 4096
 BLOCK_ROWS = 8  # Rows whose logits the fused loss holds together; so it goes through several blocks
 PADDING_VALUE = 3.0  # Padding takes no part, whatever its values
 DTYPE_MARGIN = 4.0  # Ranks may be this many times as far from float64 as one device in the same dtype
@@ -164,7 +166,8 @@ class _FullHead:
         for rows in torch.arange(TOKENS).split(BLOCK_ROWS):
             looked_up = F.embedding(self.ids[rows], table, padding_idx=self.padding_id)
             looked_up.retain_grad()
-            logits = F.linear(looked_up, head, bias)
+            parts = zip(head.split(PART_ENTRIES), bias.split(PART_ENTRIES), strict=True)
+            logits = torch.cat([F.linear(looked_up, *part) for part in parts], 1)
             rounded = F.linear(*(tensor.to(self.dtype) for tensor in (looked_up, head, bias)))
             logits = logits + (rounded.double() - logits).detach()
             each = F.cross_entropy(logits, self.targets[rows], reduction="none")
