@@ -29,7 +29,7 @@ from motet.parity.record.record_verification_steps import SINGLE_RANK_GROUP, sin
 
 TOKENS, WIDTH = 32, 8
 MAX_ENTRIES = 1 << 19  # A larger vocabulary is cut to a number that leaves the same padding
-# Entries whose gradients are added at a time in float64: short sums are more exact than long ones, which are compared with them
+# Entries whose gradients are added at a time in float64: short sums are more exact than the long ones that they check
 PART_ENTRIES = 4096
 BLOCK_ROWS = 8  # Rows whose logits the fused loss holds together; so it goes through several blocks
 PADDING_VALUE = 3.0  # Padding takes no part, whatever its values
