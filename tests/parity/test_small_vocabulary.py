@@ -114,11 +114,18 @@ def test_data_fit_a_small_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("entries", "ranks", "dtype"),
-    [(128_256, 2, torch.bfloat16), (50_257, 3, torch.float16), (20_001, 8, torch.float32), (9, 8, torch.float64)],
+    [
+        (262_144, 2, torch.float64),
+        (128_256, 2, torch.bfloat16),
+        (50_257, 3, torch.float16),
+        (20_001, 8, torch.float32),
+        (9, 8, torch.float64),
+    ],
 )
 def test_a_right_head_is_not_called_wrong(entries: int, ranks: int, dtype: torch.dtype) -> None:
     verdict = verify_full_head(entries, ranks, dtype)
-    assert verdict.ok and 0 < verdict.worst_relative < 1e-14, verdict
+    largest = 1e-14 * max(1.0, (entries / 50_257) ** 0.5)  # Errors of sums grow with the root of their length
+    assert verdict.ok and 0 < verdict.worst_relative < largest, verdict
     assert str(verdict).startswith(f"same   head of {entries:,} entries on tp={ranks}: worst ")
 
 

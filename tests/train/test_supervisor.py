@@ -224,6 +224,7 @@ def test_ranks_that_all_stopped_are_ended_and_named(tmp_path: Path, monkeypatch:
         time.sleep(0.1)  # both sleep now
         for pid in pids(tmp_path):
             os.kill(pid, signal.SIGSTOP)
+        until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids(tmp_path)))
         receivers[0].limit_s = 0.2
 
     thread = Thread(target=stop)

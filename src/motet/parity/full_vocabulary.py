@@ -8,7 +8,7 @@ in the dtype in which the job computes. Training uses the same shards, lookup an
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from math import inf
+from math import inf, sqrt
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,6 +33,8 @@ MAX_ENTRIES = 1 << 19  # A larger vocabulary is cut to a number that leaves the 
 PART_ENTRIES = 4096
 BLOCK_ROWS = 8  # Rows whose logits the fused loss holds together; so it goes through several blocks
 PADDING_VALUE = 3.0  # Padding takes no part, whatever its values
+# A sum of n values is rounded n times: its error grows with the root of n. NOISE_MARGIN holds up to this many entries.
+ENTRIES_OF_NOISE_MARGIN = 1 << 14
 DTYPE_MARGIN = 4.0  # Ranks may be this many times as far from float64 as one device in the same dtype
 DTYPE_ROUNDINGS = 2.0  # One device may be this many machine epsilons of its dtype away from float64 (measured: 0.6)
 MANY_ENTRIES = 1 << 18  # With them probabilities are far below the smallest normal number of float16
@@ -139,7 +141,7 @@ class _FullHead:
     def differences(self, ranks: int) -> Iterator[_HeadDifference]:
         """The difference of each tensor on one device and on the ranks, in the order in which they are computed."""
         expected, dtype = self._expected(), self.dtype
-        rounding = NOISE_MARGIN * torch.finfo(accumulation_dtype(self.tensors["table"])).eps
+        rounding = self._rounding()
         for path in LOSS_PATHS:
             bounds = {n: max(rounding, DTYPE_ROUNDINGS * torch.finfo(dtype).eps * (n != "loss")) for n in expected}
             for world in dict.fromkeys((1, ranks)):
@@ -155,6 +157,11 @@ class _FullHead:
                     yield _HeadDifference(f"{name} {where}", dtype, distance, bounds[name])
                     if world == 1:
                         bounds[name] = max(rounding, DTYPE_MARGIN * distance)
+
+    def _rounding(self) -> float:
+        """A relative error that rounding explains: most of it arises in the gradients' sums over all entries."""
+        roundings = NOISE_MARGIN * max(1.0, sqrt(len(self.tensors["table"]) / ENTRIES_OF_NOISE_MARGIN))
+        return roundings * torch.finfo(accumulation_dtype(self.tensors["table"])).eps
 
     def _expected(self) -> dict[str, Tensor]:
         """The loss and its gradients by plain operations in float64, a few rows after another.
