@@ -1,0 +1,1 @@
+"""Context parallelism: ranks that split each sequence, and exchange keys and values in attention."""

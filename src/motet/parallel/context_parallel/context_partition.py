@@ -1,0 +1,49 @@
+"""The tokens of a row that each rank of context parallelism computes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+ContextOrder = Literal["head-tail", "contiguous"]
+Spans = tuple[tuple[int, int], ...]  # (first, stop) of places in a row
+
+
+@dataclass(frozen=True)
+class ContextPartition:
+    """A cut of rows of `tokens` places into parts, one for each of `ranks` ranks.
+
+    In head-tail order a row has twice as many pieces as there are ranks, and rank i has the i-th from the front and the
+    i-th from the back: under a causal mask every rank then has as many pairs of query and key, give or take the lengths
+    of pieces, which differ by one token at most.
+    """
+
+    tokens: int
+    ranks: int
+    order: ContextOrder
+
+    @cached_property
+    def spans_by_rank(self) -> tuple[Spans, ...]:
+        """The places of each rank, in ascending order."""
+        count = self.ranks * (1 + (self.order == "head-tail"))
+        pieces = list(pairwise(index * self.tokens // count for index in range(count + 1)))
+        if self.order == "contiguous":
+            return tuple((piece,) for piece in pieces)
+        return tuple(_joined(pieces[rank], pieces[-1 - rank]) for rank in range(self.ranks))
+
+    def spans(self, rank: int) -> Spans:
+        """The places of a rank."""
+        return self.spans_by_rank[rank]
+
+    def length(self, rank: int) -> int:
+        """The number of tokens of a rank in each row."""
+        return sum(stop - first for first, stop in self.spans(rank))
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens that a rank has of a row."""
+        return max(map(self.length, range(self.ranks)))
+
+
+def _joined(head: tuple[int, int], tail: tuple[int, int]) -> Spans:
+    return ((head[0], tail[1]),) if head[1] == tail[0] else (head, tail)
