@@ -9,15 +9,9 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel.comm_units import make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
-from motet.parallel.model_sharding import (
-    BoundaryComm,
-    DimensionSplit,
-    ModelInventory,
-    ModelSharding,
-    StageWire,
-    TensorInfo,
-)
+from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelInventory, ModelSharding, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.pipeline.stage_wires import StageWire
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup, make_sync_groups, module_part_groups, reports
 from motet.precision.recipe import RECIPES
