@@ -14,9 +14,9 @@ from motet.parallel.model_sharding import (
     ModelInventory,
     ModelSharding,
     ShardRule,
-    StageWire,
     inventory_of_spec,
 )
+from motet.parallel.pipeline.stage_wires import StageWire
 from motet.train.job import Job
 from motet.train.job_step_plan import predicted_stages
 

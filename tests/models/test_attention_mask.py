@@ -11,15 +11,10 @@ from small_models import SIZES, built
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from motet.models.arch import attention_mask
+from motet.models.arch import attention_core, attention_mask
 from motet.models.arch.attention_and_feed_forward import PreNormBlock
-from motet.models.arch.attention_mask import (
-    AttentionMask,
-    AttentionTokens,
-    bidirectional_mask,
-    causal_mask,
-    dot_product_attention,
-)
+from motet.models.arch.attention_core import dot_product_attention
+from motet.models.arch.attention_mask import AttentionMask, AttentionTokens, bidirectional_mask, causal_mask
 from motet.models.arch.encoder import EncoderBlock
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 
@@ -151,7 +146,7 @@ def test_a_mask_without_restrictions_has_no_tensor() -> None:
 @pytest.mark.parametrize("is_tiled", [False, True])
 def test_attention_within_a_part_of_a_row(monkeypatch: pytest.MonkeyPatch, is_tiled: bool) -> None:
     """No kernel takes a larger index for a later place where the places say otherwise. Tiles have 128 queries."""
-    monkeypatch.setattr(attention_mask, "is_amx_faster", lambda *_: is_tiled)
+    monkeypatch.setattr(attention_core, "is_amx_faster", lambda *_: is_tiled)
     torch.manual_seed(0)
     places, documents = torch.randperm(200)[:150], torch.randint(2, (2, 150))
     q, k, v = (torch.randn(2, 150, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))

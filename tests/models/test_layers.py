@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.models.arch.attention_mask import (
-    AttentionMask,
-    bidirectional_mask,
-    causal_mask,
+from motet.models.arch.attention_core import (
+    ScoreOptions,
+    attend,
+    attention_exchange,
     dot_product_attention,
     tiled_attention,
 )
+from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.arch.layers import (
     ACTIVATIONS,
     LayerNorm,
@@ -155,6 +156,41 @@ def test_learned_biases_are_added_within_the_pattern() -> None:
     assert (dot_product_attention(q, k, v, pattern, scale=1.0) - expected).abs().max() < 1e-14
     dot_product_attention(q, k, v, pattern, scale=1.0).sum().backward()
     assert bias.grad is not None and bias.grad.norm() > 0
+
+
+@pytest.mark.parametrize(
+    "mask", [causal_mask(), causal_mask(window=3), AttentionMask()], ids=["causal", "window", "all"]
+)
+def test_capped_scores_and_sinks(mask: AttentionMask) -> None:
+    """Gemma 2 bounds the scores; in GPT-OSS a learned logit of each head joins the softmax and has no value."""
+    q, k, v = (x.transpose(1, 2) for x in heads(6))
+    sinks, bias = doubles(4), mask.dense(6, 6, dtype=q.dtype, device=q.device)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1) if mask.causal and bias is None else torch.zeros(6, 6).bool()
+    hidden = hidden if bias is None else bias.isinf()
+    scores = 2 * torch.tanh(q @ k.repeat_interleave(2, 1).mT * 3.0 / 2)
+    weights = scores.masked_fill(hidden, float("-inf")).exp()
+    values = v.repeat_interleave(2, 1)
+    capped = attend(q, k, v, mask=mask, options=ScoreOptions(3.0, softcap=2.0))
+    assert (capped - weights / weights.sum(-1, keepdim=True) @ values).abs().max() < 1e-14
+    with_sinks = attend(q, k, v, mask=mask, options=ScoreOptions(3.0, softcap=2.0, sinks=sinks))
+    total = weights.sum(-1, keepdim=True) + sinks.exp().view(1, 4, 1, 1)
+    assert (with_sinks - weights / total @ values).abs().max() < 1e-14
+    with_sinks.square().sum().backward()
+    assert sinks.grad is not None and sinks.grad.abs().min() > 0
+    assert attend(q, k, v, mask=mask, options=ScoreOptions(1.0, sinks=sinks, dropout=1.0)).abs().max() == 0
+
+
+def test_an_exchange_computes_attention_where_it_is_set() -> None:
+    class Exchange:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
+            return 2 * q
+
+    q, k, v = heads(5)
+    token = attention_exchange.set(Exchange())
+    try:
+        assert torch.equal(dot_product_attention(q, k, v, causal_mask(), scale=1.0), 2 * q.flatten(2))
+    finally:
+        attention_exchange.reset(token)
 
 
 def test_gradient_of_attention_in_bfloat16() -> None:

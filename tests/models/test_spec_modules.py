@@ -10,7 +10,7 @@ from spec_cases import CASES, SMALL, forward, kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 import motet
-from motet.models.arch import attention_mask, logit_slices
+from motet.models.arch import attention_core, logit_slices
 from motet.models.build import build_module
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import MicroBatchShape
@@ -108,7 +108,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: b
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's attention and RMS norms: on a CPU layer norms also keep their weights in float32."""
-    monkeypatch.setattr(attention_mask, "is_amx_faster", lambda *_: False)
+    monkeypatch.setattr(attention_core, "is_amx_faster", lambda *_: False)
     for values in CASES[DecoderSettings]:
         decoder = DecoderSettings(**SMALL, **{**values, "norm": "rms"})
         predicted = spec_from_settings(decoder).saved_bytes(MicroBatchShape(3, 11), "bfloat16")

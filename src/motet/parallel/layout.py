@@ -56,7 +56,7 @@ class LayoutSettings(FrozenSettings):
     min_shard_numel: Annotated[int, Field(ge=0)] = 0
     """Stage 3: parameters with fewer elements are replicated, and their gradients travel in buckets."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
-    """Neighbouring ranks that hold one copy of the sharded state; all of `dp` when not given."""
+    """Neighbouring ranks that hold one copy of the sharded state; all of `dp` x `cp` when not given."""
     secondary_group: Annotated[int, Field(ge=1)] | None = None
     """Stage 3: neighbouring ranks that hold a secondary copy of the parameters between forward and backward, so that
     gathering for backward stays inside of a host."""
@@ -158,7 +158,7 @@ class Layout:
     """A layout that fits a number of ranks; a plan may have one that cannot run yet."""
 
     dims: ParallelDims
-    sharding: DataParallelSharding  # Sharding over ranks that differ only along the data-parallel dimension
+    sharding: DataParallelSharding  # Sharding over the ranks of data and context parallelism
     schedule: str = "1f1b"  # Name or file of the pipeline's schedule
     chunks: int = 1  # Stages that a rank of a pipeline holds
     stages: tuple[range, ...] = ()  # Blocks of each stage, where they are named
@@ -196,7 +196,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """Ranks of data and context parallelism that hold one copy of the sharded state."""
-        return self.sharding.shards * self.cp
+        return self.sharding.shards
 
     @property
     def microbatches(self) -> int:
@@ -223,8 +223,8 @@ class Layout:
     def at_stage_3(self, factor: int) -> "Layout":
         """The layout in which `factor` times as many data-parallel ranks shard everything."""
         ranks = self.sharding.ranks * factor
-        sizes = tuple((name, ranks if name == "dp" else size) for name, size in self.dims.sizes)
-        sharding = DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks)
+        sizes = tuple((name, size * factor if name == "dp" else size) for name, size in self.dims.sizes)
+        sharding = DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks, ranks_of_row=self.cp)
         return replace(self, dims=ParallelDims(sizes), sharding=sharding)
 
     def with_sharding(self, **changes: Any) -> "Layout":
@@ -238,7 +238,7 @@ class Layout:
             "dp": self.dp,
             "data": "parameter_server" if sharding.bucket_owners else None,
             "zero": None if sharding.bucket_owners else self.zero,
-            "shard_group": sharding.shards if sharding.shards != _shards(self.zero, None, self.dp) else None,
+            "shard_group": sharding.shards if sharding.shards != _shards(self.zero, None, sharding.ranks) else None,
             "reshard_after_forward": None if sharding.reshard_after_forward else "false",
             "reduce_gradients": "step" if sharding.sums_gradients else None,
             "tp": self.tp,
@@ -273,15 +273,15 @@ def layout_of_sizes(
 ) -> Layout:
     """A layout whose sizes are all known: dimensions that are not given have one rank."""
     dims = ParallelDims(tuple((name, rest.pop(name, 1)) for name in ("pp", "dp", "cp", "tp")))
-    dp = dims.size("dp")
-    shards = _shards(zero, shard_group, dp)
-    sharding = DataParallelSharding(dp, microbatches, zero, shards, reshard_after_forward, reduces_once=reduces_once)
-    return Layout(dims, sharding, **rest)
+    ranks, cp = dims.size("dp", "cp"), dims.size("cp")
+    shards = _shards(zero, shard_group, ranks)
+    how: dict[str, Any] = {"reduces_once": reduces_once, "ranks_of_row": cp}
+    return Layout(dims, DataParallelSharding(ranks, microbatches, zero, shards, reshard_after_forward, **how), **rest)
 
 
-def _shards(zero: int, shard_group: int | None, dp: int) -> int:
+def _shards(zero: int, shard_group: int | None, ranks: int) -> int:
     """Ranks that hold one copy of the state that a stage shards; one rank where it shards nothing."""
-    return (shard_group or dp) if sharded_states(zero).optimizer_states else 1
+    return (shard_group or ranks) if sharded_states(zero).optimizer_states else 1
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
@@ -411,30 +411,29 @@ def _default_microbatches(pp: int, rows: int) -> int:
 
 
 def _all_reduce_layout(settings: LayoutSettings, dp: int, microbatches: int) -> DataParallelSharding:
-    shards = _shards(settings.zero, settings.shard_group, dp)
-    reshards, secondary = settings.reshard_after_forward, settings.secondary_group
-    _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
-    if settings.zero < 3 or secondary == shards:
-        secondary = None
-    if secondary is not None:
-        _check_divides("secondary_group", secondary, shards, ranks_text=f"the {shards} ranks of a shard group")
-        check_input(
-            reshards,
-            f"layout.secondary_group = {secondary} has no effect with layout.reshard_after_forward = false, which "
-            "keeps gathered parameters for backward; leave one of them out",
-        )
-    if secondary == 1:  # each rank keeps the gathered parameters
-        reshards, secondary = False, None
-    return DataParallelSharding(
-        dp,
+    ranks, kinds = dp * settings.cp, "data and context" if settings.cp > 1 else "data"
+    shards, secondary = _shards(settings.zero, settings.shard_group, ranks), settings.secondary_group
+    _check_divides("shard_group", shards, ranks, ranks_text=f"{ranks} ranks of {kinds} parallelism")
+    sharding = DataParallelSharding(
+        ranks,
         microbatches,
         settings.zero,
         shards,
-        reshards,
-        secondary,
-        settings.min_shard_numel,
+        settings.reshard_after_forward,
+        min_shard_numel=settings.min_shard_numel,
         reduces_once=settings.reduce_gradients == "step",
+        ranks_of_row=settings.cp,
     )
+    if settings.zero < 3 or secondary is None:
+        return sharding
+    if secondary != shards:
+        _check_divides("secondary_group", secondary, shards, ranks_text=f"the {shards} ranks of a shard group")
+        check_input(
+            settings.reshard_after_forward,
+            f"layout.secondary_group = {secondary} has no effect with layout.reshard_after_forward = false, which "
+            "keeps gathered parameters for backward; leave one of them out",
+        )
+    return sharding.with_secondary_shards(secondary)
 
 
 def _check_divides(field: str, size: int, ranks: int, *, ranks_text: str) -> None:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.arch.attention_mask import AttentionMask, dot_product_attention
+from motet.models.arch.attention_core import dot_product_attention
+from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.key_value_cache import LayerCache
 from motet.models.arch.layers import RMSNorm, apply_activation, apply_rotary, build_norm, gated_activation
 from motet.models.settings import TransformerSettings

@@ -6,8 +6,13 @@ partial sums are exchanged after each backward, so that no rank keeps an unshard
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
+<<<<<<< HEAD
 from collections.abc import Callable
 from dataclasses import dataclass
+=======
+from dataclasses import dataclass, replace
+from math import gcd
+>>>>>>> main
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
@@ -44,6 +49,7 @@ class DataParallelSharding:
     reproducible_batch_size: int | None = None
     parameters: Place = "device"  # The place of rows of stage 3; elsewhere a single rank has rows, too
     reduces_once: bool = False  # Stages 2 and 3 reduce the gradients of all micro-batches together
+    ranks_of_row: int = 1  # Neighbouring ranks that compute parts of the same rows (context parallelism)
 
     @property
     def sums_gradients(self) -> bool:
@@ -76,7 +82,22 @@ class DataParallelSharding:
         return rank % self.shards
 
     def rows_per_microbatch(self, batch_sequences: int) -> int:
-        return 1 if self.reproducible_batch_size else batch_sequences // (self.ranks * self.microbatches)
+        readers = self.ranks // self.ranks_of_row
+        return 1 if self.reproducible_batch_size else batch_sequences // (readers * self.microbatches)
+
+    def for_ranks(self, ranks: int) -> "DataParallelSharding":
+        """The sharding of tensors whose gradients another number of ranks adds: more ranks have more replicas, and
+        fewer of them shard groups that are as long as possible."""
+        shards = gcd(self.shards, ranks)
+        resized = replace(self, ranks=ranks, shards=shards, secondary_shards=None)
+        return resized.with_secondary_shards(gcd(self.secondary_shards, shards)) if self.secondary_shards else resized
+
+    def with_secondary_shards(self, shards: int) -> "DataParallelSharding":
+        """The same with secondary copies on this many neighbouring ranks. A whole shard group needs no such copy, and
+        a single rank keeps the gathered parameters."""
+        if shards == self.shards:
+            return self
+        return replace(self, reshard_after_forward=False) if shards == 1 else replace(self, secondary_shards=shards)
 
 
 def _consecutive_groups(ranks: int, length: int) -> RankGroups:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from motet.parallel.model_sharding import BlockOutput
+from motet.parallel.pipeline.stage_wires import BlockOutput
 from motet.parallel.pipeline.stages.stage_module import describe_output, output_of_form
 from motet.parallel.proof.module_calls import ModuleCall, arguments_of
 from motet.parallel.proof.twin_match import TracedModule

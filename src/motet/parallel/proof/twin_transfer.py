@@ -13,14 +13,13 @@ from motet.parallel.model_sharding import (
     TENSOR_DIMENSION,
     ActivationSize,
     ActivationSplit,
-    BlockOutput,
     BoundaryComm,
     DimensionSplit,
     InputWidth,
     ModelSharding,
     ShardRule,
-    StageWire,
 )
+from motet.parallel.pipeline.stage_wires import BlockOutput, StageWire
 from motet.parallel.process.module_inventory import inventory_of_module
 from motet.parallel.proof.twin_match import SizePairs, TwinMatch, TwinMismatchError
 

@@ -26,7 +26,8 @@ from motet.core.errors import check_input
 from motet.models.parameter_values import set_values
 from motet.models.torch_private import intercept_calls, is_in_backward
 from motet.models.user_module import find_blocks
-from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.pipeline.stage_wires import BlockOutput, StageWire
 from motet.parallel.proof.module_calls import (
     Arguments,
     Path,

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.models.user_module import named_blocks
-from motet.parallel.model_sharding import BlockOutput, ModelSharding, StageWire
+from motet.parallel.model_sharding import ModelSharding
+from motet.parallel.pipeline.stage_wires import BlockOutput, StageWire
 from motet.parallel.pipeline.stages.stage_balance import check_stages
 from motet.parallel.pipeline.stages.stage_module import PipelineStages, describe_output, describe_sizes
 from motet.parallel.process.module_inventory import inventory_of_module, persistent_buffers

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import parse_stages
-from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, ModelSharding, StageWire
+from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.pipeline.stage_wires import StageWire
 from motet.parallel.pipeline.stages.stage_balance import BYTES_OF_PARAMETER, BlockCosts, balance_stages
 from motet.parallel.pipeline.stages.stage_module import describe_sizes
 from motet.parallel.pipeline.stages.stage_proof import SizedForward, prove_stages
