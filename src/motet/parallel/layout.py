@@ -1,7 +1,7 @@
 """The layout of a job: the `[layout]` section, the value that it resolves to, and the micro-batches of each rank."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +12,12 @@ from pydantic import Field, model_validator
 from motet.collectives.algorithms import find_algorithm
 from motet.core.config_loading import FilePathText, FrozenSettings, did_you_mean, parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
+from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
 from motet.parallel.data_parallel.data_sharding import (
     BucketOwners,
     DataParallelSharding,
     MicroBatchRows,
+    RowPart,
     microbatches_of_data_rank,
 )
 from motet.parallel.data_parallel.zero import sharded_states
@@ -76,11 +78,17 @@ class LayoutSettings(FrozenSettings):
     """The share of the parameters that `tp` has to split at least, of the trained matrices of a model without experts,
     adapters and layers that `rules` keep whole; a layout that splits less is refused."""
     cp: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split each sequence (context parallelism). Not built yet."""
-    cp_kind: ContextParallelKind | None = None
-    """Exchange of keys and values for attention: `ring` passes blocks of them from rank to rank;
-    `all-to-all` exchanges a part of the sequence for a part of the heads, and back (Ulysses); `all-gather` gathers all
-    of them before attention. Not built yet."""
+    """Ranks that split each sequence (context parallelism)."""
+    cp_kind: ContextParallelKind = "all-gather"
+    """Exchange of keys and values for attention: `all-gather` gathers all of them before attention; `ring` passes
+    blocks of them from rank to rank; `all-to-all` exchanges a part of the sequence for a part of the heads, and back
+    (Ulysses)."""
+    cp_order: ContextOrder | None = None
+    """The tokens of each rank: `contiguous` ones, or in `head-tail` order one piece from the front of the sequence and
+    one from its back, so that ranks have equally much work under a causal mask. When not given, `head-tail` if every
+    layer is causal and has no window, else `contiguous`."""
+    cp_inner: Annotated[int, Field(ge=1)] = 1
+    """Neighbouring ranks that exchange by `all-to-all` inside of a `ring` of `cp` / `cp_inner` such groups."""
     pp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the blocks of the model (pipeline parallelism)."""
     chunks: Annotated[int, Field(ge=1)] = 1
@@ -155,7 +163,9 @@ class Layout:
     chunks: int = 1  # Stages that a rank of a pipeline holds
     stages: tuple[range, ...] = ()  # Blocks of each stage, where they are named
     sp: bool = False
-    cp_kind: ContextParallelKind = "ring"
+    cp_kind: ContextParallelKind = "all-gather"
+    cp_order: ContextOrder = "head-tail"
+    cp_inner: int = 1  # Ranks of an all-to-all inside of a ring
     ep: int = 1
     expert_tp: int = 1  # Ranks of tp that split each expert, which only plans of other frameworks have
 
@@ -201,6 +211,10 @@ class Layout:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
         return self.dims.coordinates(rank)["dp"]
 
+    def context_partition(self, tokens: int) -> ContextPartition:
+        """The places of rows of `tokens` tokens on the ranks of context parallelism."""
+        return ContextPartition(tokens, self.cp, self.cp_order)
+
     def replica_layout(self) -> "Layout":
         """The layout of one independent replica."""
         shards = self.sharding.shards
@@ -230,7 +244,9 @@ class Layout:
             "tp": self.tp,
             "sp": "true" if self.sp else None,
             "cp": self.cp,
-            "cp_kind": self.cp_kind if self.cp > 1 and self.cp_kind != "ring" else None,
+            "cp_kind": self.cp_kind if self.cp > 1 and self.cp_kind != "all-gather" else None,
+            "cp_order": self.cp_order if self.cp > 1 and self.cp_order != "head-tail" else None,
+            "cp_inner": self.cp_inner,
             "pp": self.pp,
             "chunks": self.chunks,
             "schedule": self.schedule if in_pipeline else None,
@@ -269,9 +285,13 @@ def _shards(zero: int, shard_group: int | None, ranks: int) -> int:
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
-    """The rows and positions of a rank, by micro-batch. Its index along `dp` decides the rows. Only context parallelism
-    would cut rows, so a rank has all positions; code that reads a batch selects the micro-batch from it."""
-    return microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
+    """The rows and places of a rank, by micro-batch: its index along `dp` decides the rows, and along `cp` the places.
+    Code that reads a batch selects the micro-batch from it."""
+    microbatches = microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
+    if layout.cp == 1:
+        return microbatches
+    part = RowPart(layout.context_partition, layout.dims.coordinates(rank)["cp"])
+    return [microbatch._replace(part=part) for microbatch in microbatches]
 
 
 def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
@@ -280,11 +300,21 @@ def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -
     return [microbatch.rows for microbatch in microbatches if microbatch.contributes_gradients]
 
 
-def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
-    """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
+def resolve_layout(
+    settings: LayoutSettings,
+    ranks: int,
+    batch_sequences: int,
+    *,
+    reproducible: bool = False,
+    default_order: Callable[[], ContextOrder] = lambda: "head-tail",
+) -> Layout:
+    """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch.
+    `default_order` gives the order of tokens on ranks of context parallelism where the settings do not."""
     dims = resolve_dims(settings, ranks)
     sharding = _resolve_sharding(settings, dims.size("dp"), batch_sequences, reproducible=reproducible)
     layout = _make_layout(settings, dims, sharding)
+    if settings.cp > 1 and settings.cp_order is None:
+        layout = replace(layout, cp_order=default_order())
     if settings.pp == 1:
         return layout
     pipeline = layout.pipeline_schedule(sharding.microbatches)
@@ -309,7 +339,12 @@ def layout_of_settings(settings: LayoutSettings, dp: int, batch_sequences: int) 
 
 
 def _make_layout(settings: LayoutSettings, dims: ParallelDims, sharding: DataParallelSharding) -> Layout:
-    layout = Layout(dims, sharding, sp=settings.sp, cp_kind=settings.cp_kind or "ring", ep=settings.ep)
+    layout = replace(
+        Layout(dims, sharding, sp=settings.sp, ep=settings.ep),
+        cp_kind=settings.cp_kind,
+        cp_order=settings.cp_order or "head-tail",
+        cp_inner=settings.cp_inner,
+    )
     if settings.pp == 1:  # Nothing reads settings of pipelines
         return layout
     stages = parse_stages(settings.stages) if settings.stages else ()

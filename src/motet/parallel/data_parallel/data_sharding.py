@@ -6,13 +6,19 @@ partial sums are exchanged after each backward, so that no rank keeps an unshard
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
+<<<<<<< HEAD
+from collections.abc import Callable
+from dataclasses import dataclass
+=======
 from dataclasses import dataclass, replace
 from math import gcd
+>>>>>>> main
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.batch import Batch
 from motet.memory.policy_choice import Place
+from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
 
@@ -98,16 +104,27 @@ def _consecutive_groups(ranks: int, length: int) -> RankGroups:
     return tuple(tuple(range(first, min(first + length, ranks))) for first in range(0, ranks, length))
 
 
+class RowPart(NamedTuple):
+    """The part of each row that a rank of context parallelism computes."""
+
+    partition: Callable[[int], ContextPartition]  # The parts of rows with a number of tokens
+    rank: int  # Its index among the ranks that share each row
+
+    def spans(self, tokens: int) -> Spans:
+        """(First, stop) of the places of the part, in rows of a number of tokens."""
+        return self.partition(tokens).spans(self.rank)
+
+
 class MicroBatchRows(NamedTuple):
     """The rows of one micro-batch, and the tokens of each row, that a rank reads."""
 
     rows: range
     contributes_gradients: bool = True  # False: recomputed and discarded, while other ranks have another row
-    spans: tuple[tuple[int, int], ...] | None = None  # (first, stop) of places in each row; None means whole rows
+    part: RowPart | None = None  # None means whole rows
 
     def select(self, batch: Batch) -> Batch:
         """Cut a batch of these rows to the tokens that the rank computes."""
-        return batch if self.spans is None else batch.at_places(self.spans)
+        return batch if self.part is None else batch.at_places(self.part.spans(batch.tokens.shape[1]))
 
 
 def microbatches_of_data_rank(sharding: DataParallelSharding, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
