@@ -15,6 +15,7 @@ from motet.core.trace import install_sink
 from motet.models.arch.attention_core import ScoreOptions, attend, attention_exchange
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, repeatable_dropout
+from motet.parallel.context_parallel import attention_blocks as blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
 from motet.parallel.context_parallel.context_bytes import sent_bytes
@@ -41,6 +42,7 @@ class Case:
     dropout: float = 0.0
     recomputes: bool = False
     overlaps: bool = True
+    tile_elements: int = 1 << 22
 
     @property
     def call(self) -> AttentionCall:
@@ -147,7 +149,11 @@ def _outcome(group: RankGroup, case: Case) -> Outcome:
     counter, at_mark = Counter(), dict[str, float]()
     token = attention_exchange.set(Marked(context_attention(context, documents), counter, at_mark))
     try:
-        with install_sink(counter), _counted_on_wire(counter):
+        with (
+            install_sink(counter),
+            _counted_on_wire(counter),
+            patch.object(blocks, "TILE_ELEMENTS", case.tile_elements),
+        ):
             part_inputs = [*(x[:, :, index] for x in inputs[:3]), inputs[3]]
             part = AttentionTokens(index, None if documents is None else documents[:, index])
             part_mask = AttentionMask(part, part, causal=case.causal, window=case.window)
@@ -188,9 +194,20 @@ def _counted_on_wire(counter: Counter) -> Iterator[None]:
         yield
 
 
+SMALL_TILES: dict[str, Any] = {"tokens": 257, "tile_elements": 1}
+ESSENTIAL: list[dict[str, Any]] = [
+    {"has_sinks": True, "recomputes": True},
+    {"order": "contiguous", "window": 5, "key_heads": 1},
+    {"order": "contiguous", "window": 12, "has_documents": True, "dropout": 0.3, "recomputes": True},
+    {"causal": False, "has_documents": True, "softcap": 1.5, "value_dim": 5},
+    {"has_documents": True, "window": 90, **SMALL_TILES},
+]
+
+
 def varied(case: Case) -> list[Case]:
     """The case under each kind of mask and of scores."""
     variants: list[dict[str, Any]] = [
+        *ESSENTIAL,
         {},
         {"order": "contiguous"},
         {"window": 5},
@@ -207,5 +224,6 @@ def varied(case: Case) -> list[Case]:
         {"recomputes": True, "has_sinks": True},
         {"value_dim": 5},
         {"key_heads": 1},
+        {"softcap": 1.5, "has_sinks": True, "dropout": 0.3, **SMALL_TILES},
     ]
     return [replace(case, **variant) for variant in variants]
