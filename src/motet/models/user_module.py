@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
+from motet.models.arch.attention_core import attention_exchange
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,13 @@ def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
 
     def logits(batch: Batch) -> Tensor:
         problem = f"{type(module).__name__}.forward is called on a part of each row, and does not ask for its places"
-        check_input(batch.places is None or "places" in names, f"{problem}; give it an argument `places`")
-        return extract_logits(module(batch.tokens, **{name: getattr(batch, name) for name in names}), module)
+        is_exchanged = attention_exchange.get() is not None
+        is_known = batch.places is None or "places" in names or is_exchanged
+        check_input(is_known, f"{problem}; give it an argument `places`")
+        values = {name: getattr(batch, name) for name in names}
+        if is_exchanged and batch.places is not None and "positions" in names and batch.positions is None:
+            values["positions"] = batch.places.expand_as(batch.tokens)
+        return extract_logits(module(batch.tokens, **values), module)
 
     return logits
 
