@@ -120,8 +120,9 @@ BATCH_SEQUENCES = 8
 
 def make_layout(sizes: dict[str, int], zero: int) -> Layout:
     dims = ParallelDims(tuple(sizes.items()))
-    dp = dims.size("dp")
-    return Layout(dims, DataParallelSharding(dp, 2, zero, dp if zero else 1, min_shard_numel=10))
+    sizes = {"dp": 1, "cp": 1} | sizes
+    ranks, cp = sizes["dp"] * sizes["cp"], sizes["cp"]
+    return Layout(dims, DataParallelSharding(ranks, 2, zero, ranks if zero else 1, min_shard_numel=10, ranks_of_row=cp))
 
 
 class PlanCase(NamedTuple):

@@ -3,15 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from sharded_inventory import LAYOUTS, inventory, make_layout
+from sharded_inventory import LAYOUTS, STAGES, inventory, make_layout
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.comm_units import make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.layout import Layout
+from motet.parallel.data_parallel.data_sharding import DataParallelSharding
+from motet.parallel.layout import Layout, LayoutSettings, microbatches_of_rank, resolve_layout
 from motet.parallel.model_sharding import BoundaryComm, DimensionSplit, ModelInventory, ModelSharding, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stage_wires import StageWire
+from motet.parallel.step_plan.check import prove_step_plan
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup, make_sync_groups, module_part_groups, reports
 from motet.precision.recipe import RECIPES
@@ -205,12 +207,41 @@ def test_a_codec_rounds_whole_tensors_without_split_ones() -> None:
     )
 
 
+@pytest.mark.parametrize(("shard_group", "shards"), [(None, 4), (2, 2)])
+def test_state_is_sharded_over_data_and_context_parallelism(shard_group: int | None, shards: int) -> None:
+    """Ranks of context parallelism read the same rows, and shard as ranks of data parallelism do."""
+    words = LayoutSettings(dp=2, cp=2, tp=2, pp=2, zero=3, shard_group=shard_group, microbatches=2)
+    layout = resolve_layout(words, 16, 8)
+    assert (layout.dp, layout.sharding.ranks, layout.shards) == (2, 4, shards)
+    assert len({tuple(rows.rows for rows in microbatches_of_rank(layout, rank, 8)) for rank in range(16)}) == 2
+    split = replace(LAYOUTS["tp=2 dp=2"][2], stages=STAGES)
+    sizes = {(group.sharding.ranks, group.sharding.shards) for group in make_sync_groups(inventory(), split, layout)}
+    assert sizes == {(4, shards), (8, shards)}  # A tensor that tp or pp shares has two replicas
+    rows, *_ = make_sync_groups(inventory(), split, layout)
+    assert rows.sharding.shard_groups[0] == (tuple(range(4)) if shards == 4 else (0, 1))
+    plan = make_step_plan(
+        *(inventory(), layout, RECIPES["fp32"]),
+        settings=CommunicationSettings(),
+        batch_sequences=8,
+        model_sharding=split,
+    )
+    assert prove_step_plan(plan).rows == 8
+
+
+def test_the_sharding_of_another_number_of_ranks() -> None:
+    sharding = DataParallelSharding(8, 1, 3, 8, secondary_shards=4)
+    assert sharding.for_ranks(8) == sharding and sharding.for_ranks(16) == replace(sharding, ranks=16)
+    assert sharding.for_ranks(4) == DataParallelSharding(4, 1, 3, 4)  # Shard groups need no secondary copy
+    assert sharding.for_ranks(6) == DataParallelSharding(6, 1, 3, 2)
+    assert replace(sharding, secondary_shards=2).for_ranks(12) == DataParallelSharding(12, 1, 3, 4, secondary_shards=2)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_units_of_several_sync_groups_have_unique_names(layout: str) -> None:
     """Units are told from one another by their names."""
     sizes, zero, sharding = LAYOUTS[layout]
     made = make_layout(sizes, zero)
-    rows = made.sharding.ranks * made.sharding.microbatches
+    rows = made.dp * made.sharding.microbatches
     plan = make_step_plan(
         inventory(),
         made,

@@ -1,7 +1,7 @@
 """The layout of a job: the `[layout]` section, the value that it resolves to, and the micro-batches of each rank."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +12,12 @@ from pydantic import Field, model_validator
 from motet.collectives.algorithms import find_algorithm
 from motet.core.config_loading import FilePathText, FrozenSettings, did_you_mean, parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
+from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
 from motet.parallel.data_parallel.data_sharding import (
     BucketOwners,
     DataParallelSharding,
     MicroBatchRows,
+    RowPart,
     microbatches_of_data_rank,
 )
 from motet.parallel.data_parallel.zero import sharded_states
@@ -54,7 +56,7 @@ class LayoutSettings(FrozenSettings):
     min_shard_numel: Annotated[int, Field(ge=0)] = 0
     """Stage 3: parameters with fewer elements are replicated, and their gradients travel in buckets."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
-    """Neighbouring ranks that hold one copy of the sharded state; all of `dp` when not given."""
+    """Neighbouring ranks that hold one copy of the sharded state; all of `dp` x `cp` when not given."""
     secondary_group: Annotated[int, Field(ge=1)] | None = None
     """Stage 3: neighbouring ranks that hold a secondary copy of the parameters between forward and backward, so that
     gathering for backward stays inside of a host."""
@@ -76,11 +78,17 @@ class LayoutSettings(FrozenSettings):
     """The share of the parameters that `tp` has to split at least, of the trained matrices of a model without experts,
     adapters and layers that `rules` keep whole; a layout that splits less is refused."""
     cp: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split each sequence (context parallelism). Not built yet."""
-    cp_kind: ContextParallelKind | None = None
-    """Exchange of keys and values for attention: `ring` passes blocks of them from rank to rank;
-    `all-to-all` exchanges a part of the sequence for a part of the heads, and back (Ulysses); `all-gather` gathers all
-    of them before attention. Not built yet."""
+    """Ranks that split each sequence (context parallelism)."""
+    cp_kind: ContextParallelKind = "all-gather"
+    """Exchange of keys and values for attention: `all-gather` gathers all of them before attention; `ring` passes
+    blocks of them from rank to rank; `all-to-all` exchanges a part of the sequence for a part of the heads, and back
+    (Ulysses)."""
+    cp_order: ContextOrder | None = None
+    """The tokens of each rank: `contiguous` ones, or in `head-tail` order one piece from the front of the sequence and
+    one from its back, so that ranks have equally much work under a causal mask. When not given, `head-tail` if every
+    layer is causal and has no window, else `contiguous`."""
+    cp_inner: Annotated[int, Field(ge=1)] = 1
+    """Neighbouring ranks that exchange by `all-to-all` inside of a `ring` of `cp` / `cp_inner` such groups."""
     pp: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the blocks of the model (pipeline parallelism)."""
     chunks: Annotated[int, Field(ge=1)] = 1
@@ -112,6 +120,12 @@ class LayoutSettings(FrozenSettings):
             self.check_stage_count(count, f"layout.pp = {self.pp} x layout.chunks = {self.chunks} is {count}")
         elif self.stages is not None:
             parse_stages(self.stages)
+        return self
+
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        if self.cp > 1:
+            _check_divides("cp_inner", self.cp_inner, self.cp, ranks_text=f"layout.cp = {self.cp}")
         return self
 
     def check_stage_count(self, count: int, expected: str) -> None:
@@ -150,12 +164,14 @@ class Layout:
     """A layout that fits a number of ranks; a plan may have one that cannot run yet."""
 
     dims: ParallelDims
-    sharding: DataParallelSharding  # Sharding over ranks that differ only along the data-parallel dimension
+    sharding: DataParallelSharding  # Sharding over the ranks of data and context parallelism
     schedule: str = "1f1b"  # Name or file of the pipeline's schedule
     chunks: int = 1  # Stages that a rank of a pipeline holds
     stages: tuple[range, ...] = ()  # Blocks of each stage, where they are named
     sp: bool = False
-    cp_kind: ContextParallelKind = "ring"
+    cp_kind: ContextParallelKind = "all-gather"
+    cp_order: ContextOrder = "head-tail"
+    cp_inner: int = 1  # Ranks of an all-to-all inside of a ring
     ep: int = 1
     expert_tp: int = 1  # Ranks of tp that split each expert, which only plans of other frameworks have
 
@@ -186,7 +202,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """Ranks of data and context parallelism that hold one copy of the sharded state."""
-        return self.sharding.shards * self.cp
+        return self.sharding.shards
 
     @property
     def microbatches(self) -> int:
@@ -201,6 +217,10 @@ class Layout:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
         return self.dims.coordinates(rank)["dp"]
 
+    def context_partition(self, tokens: int) -> ContextPartition:
+        """The places of rows of `tokens` tokens on the ranks of context parallelism."""
+        return ContextPartition(tokens, self.cp, self.cp_order)
+
     def replica_layout(self) -> "Layout":
         """The layout of one independent replica."""
         shards = self.sharding.shards
@@ -209,8 +229,8 @@ class Layout:
     def at_stage_3(self, factor: int) -> "Layout":
         """The layout in which `factor` times as many data-parallel ranks shard everything."""
         ranks = self.sharding.ranks * factor
-        sizes = tuple((name, ranks if name == "dp" else size) for name, size in self.dims.sizes)
-        sharding = DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks)
+        sizes = tuple((name, size * factor if name == "dp" else size) for name, size in self.dims.sizes)
+        sharding = DataParallelSharding(ranks, self.sharding.microbatches, 3, ranks, ranks_of_row=self.cp)
         return replace(self, dims=ParallelDims(sizes), sharding=sharding)
 
     def with_sharding(self, **changes: Any) -> "Layout":
@@ -224,13 +244,15 @@ class Layout:
             "dp": self.dp,
             "data": "parameter_server" if sharding.bucket_owners else None,
             "zero": None if sharding.bucket_owners else self.zero,
-            "shard_group": sharding.shards if sharding.shards != _shards(self.zero, None, self.dp) else None,
+            "shard_group": sharding.shards if sharding.shards != _shards(self.zero, None, sharding.ranks) else None,
             "reshard_after_forward": None if sharding.reshard_after_forward else "false",
             "reduce_gradients": "step" if sharding.sums_gradients else None,
             "tp": self.tp,
             "sp": "true" if self.sp else None,
             "cp": self.cp,
-            "cp_kind": self.cp_kind if self.cp > 1 and self.cp_kind != "ring" else None,
+            "cp_kind": self.cp_kind if self.cp > 1 and self.cp_kind != "all-gather" else None,
+            "cp_order": self.cp_order if self.cp > 1 and self.cp_order != "head-tail" else None,
+            "cp_inner": self.cp_inner,
             "pp": self.pp,
             "chunks": self.chunks,
             "schedule": self.schedule if in_pipeline else None,
@@ -257,21 +279,25 @@ def layout_of_sizes(
 ) -> Layout:
     """A layout whose sizes are all known: dimensions that are not given have one rank."""
     dims = ParallelDims(tuple((name, rest.pop(name, 1)) for name in ("pp", "dp", "cp", "tp")))
-    dp = dims.size("dp")
-    shards = _shards(zero, shard_group, dp)
-    sharding = DataParallelSharding(dp, microbatches, zero, shards, reshard_after_forward, reduces_once=reduces_once)
-    return Layout(dims, sharding, **rest)
+    ranks, cp = dims.size("dp", "cp"), dims.size("cp")
+    shards = _shards(zero, shard_group, ranks)
+    how: dict[str, Any] = {"reduces_once": reduces_once, "ranks_of_row": cp}
+    return Layout(dims, DataParallelSharding(ranks, microbatches, zero, shards, reshard_after_forward, **how), **rest)
 
 
-def _shards(zero: int, shard_group: int | None, dp: int) -> int:
+def _shards(zero: int, shard_group: int | None, ranks: int) -> int:
     """Ranks that hold one copy of the state that a stage shards; one rank where it shards nothing."""
-    return (shard_group or dp) if sharded_states(zero).optimizer_states else 1
+    return (shard_group or ranks) if sharded_states(zero).optimizer_states else 1
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
-    """The rows and positions of a rank, by micro-batch. Its index along `dp` decides the rows. Only context parallelism
-    would cut rows, so a rank has all positions; code that reads a batch selects the micro-batch from it."""
-    return microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
+    """The rows and places of a rank, by micro-batch: its index along `dp` decides the rows, and along `cp` the places.
+    Code that reads a batch selects the micro-batch from it."""
+    microbatches = microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
+    if layout.cp == 1:
+        return microbatches
+    part = RowPart(layout.context_partition, layout.dims.coordinates(rank)["cp"])
+    return [microbatch._replace(part=part) for microbatch in microbatches]
 
 
 def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
@@ -280,11 +306,21 @@ def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -
     return [microbatch.rows for microbatch in microbatches if microbatch.contributes_gradients]
 
 
-def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
-    """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
+def resolve_layout(
+    settings: LayoutSettings,
+    ranks: int,
+    batch_sequences: int,
+    *,
+    reproducible: bool = False,
+    default_order: Callable[[], ContextOrder] = lambda: "head-tail",
+) -> Layout:
+    """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch.
+    `default_order` gives the order of tokens on ranks of context parallelism where the settings do not."""
     dims = resolve_dims(settings, ranks)
     sharding = _resolve_sharding(settings, dims.size("dp"), batch_sequences, reproducible=reproducible)
     layout = _make_layout(settings, dims, sharding)
+    if settings.cp > 1 and settings.cp_order is None:
+        layout = replace(layout, cp_order=default_order())
     if settings.pp == 1:
         return layout
     pipeline = layout.pipeline_schedule(sharding.microbatches)
@@ -309,7 +345,12 @@ def layout_of_settings(settings: LayoutSettings, dp: int, batch_sequences: int) 
 
 
 def _make_layout(settings: LayoutSettings, dims: ParallelDims, sharding: DataParallelSharding) -> Layout:
-    layout = Layout(dims, sharding, sp=settings.sp, cp_kind=settings.cp_kind or "ring", ep=settings.ep)
+    layout = replace(
+        Layout(dims, sharding, sp=settings.sp, ep=settings.ep),
+        cp_kind=settings.cp_kind,
+        cp_order=settings.cp_order or "head-tail",
+        cp_inner=settings.cp_inner,
+    )
     if settings.pp == 1:  # Nothing reads settings of pipelines
         return layout
     stages = parse_stages(settings.stages) if settings.stages else ()
@@ -376,30 +417,29 @@ def _default_microbatches(pp: int, rows: int) -> int:
 
 
 def _all_reduce_layout(settings: LayoutSettings, dp: int, microbatches: int) -> DataParallelSharding:
-    shards = _shards(settings.zero, settings.shard_group, dp)
-    reshards, secondary = settings.reshard_after_forward, settings.secondary_group
-    _check_divides("shard_group", shards, dp, ranks_text=f"{dp} ranks of data parallelism")
-    if settings.zero < 3 or secondary == shards:
-        secondary = None
-    if secondary is not None:
-        _check_divides("secondary_group", secondary, shards, ranks_text=f"the {shards} ranks of a shard group")
-        check_input(
-            reshards,
-            f"layout.secondary_group = {secondary} has no effect with layout.reshard_after_forward = false, which "
-            "keeps gathered parameters for backward; leave one of them out",
-        )
-    if secondary == 1:  # each rank keeps the gathered parameters
-        reshards, secondary = False, None
-    return DataParallelSharding(
-        dp,
+    ranks, kinds = dp * settings.cp, "data and context" if settings.cp > 1 else "data"
+    shards, secondary = _shards(settings.zero, settings.shard_group, ranks), settings.secondary_group
+    _check_divides("shard_group", shards, ranks, ranks_text=f"{ranks} ranks of {kinds} parallelism")
+    sharding = DataParallelSharding(
+        ranks,
         microbatches,
         settings.zero,
         shards,
-        reshards,
-        secondary,
-        settings.min_shard_numel,
+        settings.reshard_after_forward,
+        min_shard_numel=settings.min_shard_numel,
         reduces_once=settings.reduce_gradients == "step",
+        ranks_of_row=settings.cp,
     )
+    if settings.zero < 3 or secondary is None:
+        return sharding
+    if secondary != shards:
+        _check_divides("secondary_group", secondary, shards, ranks_text=f"the {shards} ranks of a shard group")
+        check_input(
+            settings.reshard_after_forward,
+            f"layout.secondary_group = {secondary} has no effect with layout.reshard_after_forward = false, which "
+            "keeps gathered parameters for backward; leave one of them out",
+        )
+    return sharding.with_secondary_shards(secondary)
 
 
 def _check_divides(field: str, size: int, ranks: int, *, ranks_text: str) -> None:

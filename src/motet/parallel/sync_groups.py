@@ -78,7 +78,7 @@ def make_sync_groups(
             known_ranks[ranks_key] = interned.setdefault(sums, sums), interned.setdefault(copies, copies)
         sums, copies = known_ranks[ranks_key]
         if (key := (id(shards), frozenset(partial_over), tensor.dtype)) not in known:
-            sharding, stages = replace(layout.sharding, ranks=len(sums[0])), model_sharding.stages_of(tensor)
+            sharding, stages = layout.sharding.for_ranks(len(sums[0])), model_sharding.stages_of(tensor)
             if len(stages) > 1:  # In buckets, reduced after the backwards of all stages: once, or by row
                 sharding = replace(sharding, zero=min(sharding.zero, 1 if "pp" in partial_over else 2))
             cuts_rows = is_cut_into_rows(next(iter(shards.shards.values())).local_shape, tensor.dtype, sharding)

@@ -68,7 +68,8 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("layout", "sp rules", "tp", "above 1"),
     ("communication", "tp_pieces slice_activations", "layout.tp", "above 1"),
     ("communication", "slice_activations", "layout.pp", "above 1"),
-    ("layout", "cp_kind", "cp", "above 1"),
+    ("layout", "cp_kind cp_order cp_inner", "cp", "above 1"),
+    ("layout", "cp_inner", "cp_kind", ("ring",)),
     ("layout", "chunks schedule stages", "pp", "above 1"),
     (
         "layout.server",

@@ -108,7 +108,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     engine = build_engine(
         module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
     )
-    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.sharding.ranks
+    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.dp
     _prepare_steps(engine, settings.memory.device_limit)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine

@@ -5,6 +5,7 @@ The FLOPs of a step, from the job alone.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +27,10 @@ from motet.memory.policy_choice import MemorySettings
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.hf.hf_config import download_command, is_hub_name
 from motet.models.settings import ModelSettings
-from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.layer_specs import AttentionSpec, MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.settings import MonitorSettings
+from motet.parallel.context_parallel.context_partition import ContextOrder
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
@@ -64,7 +66,24 @@ class Job(FrozenSettings):
 
     def layout_for(self, dp_size: int) -> Layout:
         """The layout of `dp_size` ranks, or work items per step of a parameter server."""
-        return resolve_layout(self.layout, dp_size, self.data.batch_sequences, reproducible=bool(self.run.reproducible))
+        return resolve_layout(
+            self.layout,
+            dp_size,
+            self.data.batch_sequences,
+            reproducible=bool(self.run.reproducible),
+            default_order=partial(default_context_order, self.model),
+        )
+
+
+def default_context_order(model: ModelSettings) -> ContextOrder:
+    """The order that gives ranks of context parallelism equally much work: head-tail where every layer is causal and
+    has no window, or where the layers of a module are not known."""
+    try:
+        blocks = spec_from_settings(model).blocks
+    except InputError:
+        return "head-tail"
+    attention = [each for block in blocks for each in block.layer.operations if isinstance(each, AttentionSpec)]
+    return "head-tail" if all(each.causal and each.window is None for each in attention) else "contiguous"
 
 
 def builtin_jobs() -> dict[str, str]:

@@ -6,12 +6,15 @@ partial sums are exchanged after each backward, so that no rank keeps an unshard
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.batch import Batch
 from motet.memory.policy_choice import Place
+from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
 
@@ -42,6 +45,7 @@ class DataParallelSharding:
     reproducible_batch_size: int | None = None
     parameters: Place = "device"  # The place of rows of stage 3; elsewhere a single rank has rows, too
     reduces_once: bool = False  # Stages 2 and 3 reduce the gradients of all micro-batches together
+    ranks_of_row: int = 1  # Neighbouring ranks that compute parts of the same rows (context parallelism)
 
     @property
     def sums_gradients(self) -> bool:
@@ -74,11 +78,37 @@ class DataParallelSharding:
         return rank % self.shards
 
     def rows_per_microbatch(self, batch_sequences: int) -> int:
-        return 1 if self.reproducible_batch_size else batch_sequences // (self.ranks * self.microbatches)
+        readers = self.ranks // self.ranks_of_row
+        return 1 if self.reproducible_batch_size else batch_sequences // (readers * self.microbatches)
+
+    def for_ranks(self, ranks: int) -> "DataParallelSharding":
+        """The sharding of tensors whose gradients another number of ranks adds: more ranks have more replicas, and
+        fewer of them shard groups that are as long as possible."""
+        shards = gcd(self.shards, ranks)
+        resized = replace(self, ranks=ranks, shards=shards, secondary_shards=None)
+        return resized.with_secondary_shards(gcd(self.secondary_shards, shards)) if self.secondary_shards else resized
+
+    def with_secondary_shards(self, shards: int) -> "DataParallelSharding":
+        """The same with secondary copies on this many neighbouring ranks. A whole shard group needs no such copy, and
+        a single rank keeps the gathered parameters."""
+        if shards == self.shards:
+            return self
+        return replace(self, reshard_after_forward=False) if shards == 1 else replace(self, secondary_shards=shards)
 
 
 def _consecutive_groups(ranks: int, length: int) -> RankGroups:
     return tuple(tuple(range(first, min(first + length, ranks))) for first in range(0, ranks, length))
+
+
+class RowPart(NamedTuple):
+    """The part of each row that a rank of context parallelism computes."""
+
+    partition: Callable[[int], ContextPartition]  # The parts of rows with a number of tokens
+    rank: int  # Its index among the ranks that share each row
+
+    def spans(self, tokens: int) -> Spans:
+        """(First, stop) of the places of the part, in rows of a number of tokens."""
+        return self.partition(tokens).spans(self.rank)
 
 
 class MicroBatchRows(NamedTuple):
@@ -86,11 +116,11 @@ class MicroBatchRows(NamedTuple):
 
     rows: range
     contributes_gradients: bool = True  # False: recomputed and discarded, while other ranks have another row
-    spans: tuple[tuple[int, int], ...] | None = None  # (first, stop) of places in each row; None means whole rows
+    part: RowPart | None = None  # None means whole rows
 
     def select(self, batch: Batch) -> Batch:
         """Cut a batch of these rows to the tokens that the rank computes."""
-        return batch if self.spans is None else batch.at_places(self.spans)
+        return batch if self.part is None else batch.at_places(self.part.spans(batch.tokens.shape[1]))
 
 
 def microbatches_of_data_rank(sharding: DataParallelSharding, rank: int, batch_sequences: int) -> list[MicroBatchRows]:

@@ -367,24 +367,24 @@ class LocatedDifference:
         """Description -> number by which something may have been multiplied or divided."""
         sharding, results = self.recompute.layout.sharding, self.recompute.microbatch_results
         rows, microbatches = self.recompute.subject.batch_rows, self.recompute.all_microbatches
+        dp = self.recompute.layout.dp
         targets_by_rank = {
             rank: sum(r.target_count for r in results if r.rank == rank) for rank in {r.rank for r in results}
         }
         return {
             **{name: float(self.recompute.layout.dims.size(name)) for name, _ in self.recompute.layout.dims.sizes},
-            "dp": float(sharding.ranks),
             "micro-batches of a rank": float(sharding.microbatches),
             "all micro-batches": float(microbatches),
             "ranks of a shard group": float(sharding.shards),
             "replicas": sharding.ranks / sharding.shards,
             "rows of the batch": float(rows),
-            "rows of a rank": rows / sharding.ranks,
+            "rows of a rank": rows / dp,
             "rows of a micro-batch": rows / microbatches,
             TARGET_TOKENS: sum(targets_by_rank.values()),
             **{f"{TARGET_TOKENS} of rank {rank}": count for rank, count in targets_by_rank.items()},
             **{f"{TARGET_TOKENS} of micro-batch {r.microbatch} of rank {r.rank}": r.target_count for r in results},
             "scale of all gradients": self.gradient_scale,
-            "the square of dp": float(sharding.ranks) ** 2,
+            "the square of dp": float(dp) ** 2,
         }
 
     @cached_property

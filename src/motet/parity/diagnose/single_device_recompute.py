@@ -50,10 +50,7 @@ class SingleDeviceRecompute:
     @cached_property
     def all_microbatches(self) -> int:
         """Micro-batches of all ranks."""
-        return (
-            self.layout.sharding.reproducible_batch_size
-            or self.layout.sharding.ranks * self.layout.sharding.microbatches
-        )
+        return self.layout.sharding.reproducible_batch_size or self.layout.dp * self.layout.sharding.microbatches
 
     @cached_property
     def state_before_step(self) -> dict[str, Tensor]:

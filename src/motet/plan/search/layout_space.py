@@ -254,7 +254,7 @@ def check_layout(step: PlannedStep) -> None:
     """Check that the model and the sequence of a step can be cut as its layout says."""
     layout, layers = step.layout, step.spec.policy_count
     shards, ranks = layout.sharding.shards, layout.sharding.ranks
-    check_input(ranks % shards == 0, f"shard_group = {shards} does not divide dp = {ranks}; choose a divisor")
+    check_input(ranks % shards == 0, f"shard_group = {shards} does not divide dp x cp = {ranks}; choose a divisor")
     if layout.stages:
         message = (
             f"the stages of layout {str(layout)!r} hold {layout.stages[-1].stop} blocks, but the model has {layers}"
