@@ -151,10 +151,15 @@ def default_arguments(factory: str) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
+def asks_for_field(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module gets a field of the batch."""
+    return name in inspect.signature(module.forward).parameters
+
+
 def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
     """The logits of a batch, from a forward that gets the fields that it names."""
     signature = inspect.signature(module.forward)
-    names = [name for name in _OPTIONAL_BATCH_FIELDS if name in signature.parameters]
+    names = [name for name in _OPTIONAL_BATCH_FIELDS if asks_for_field(module, name)]
     if not hasattr(module, "loss_sum"):  # a module with a loss may have any forward
         try:
             signature.bind(None, **dict.fromkeys(names))

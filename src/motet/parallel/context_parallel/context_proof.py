@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_core import ScoreOptions, attend
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.attention_seams import AttentionSeams
@@ -25,7 +25,7 @@ from motet.models.user_module import named_blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.context_dropout import split_by_places
 from motet.parallel.context_parallel.context_partition import ContextPartition
-from motet.parallel.model_sharding import BoundaryComm
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, BoundaryComm
 from motet.parallel.proof.comparison import (
     ProofMismatchError,
     check_close,
@@ -46,7 +46,6 @@ from motet.parallel.proof.part_proof import (
 )
 from motet.parallel.proof.proof_values import random_values
 
-CONTEXT_DIMENSION = "cp"  # Its ranks have different tokens of each row
 _OUTPUT = "attention"
 
 
@@ -72,7 +71,12 @@ def prove_context(
     `forward` gives the sum of the losses of a batch. The proof cuts rows as the examples say, whatever the number of
     `ranks`: a token does not see how many others are elsewhere.
     """
-    calls = list[tuple[AttentionCall, ...]]()
+    kind = type(module).__name__
+    check_input(
+        all(example.batch.source is None for example in examples),
+        f"layout.cp = {ranks} splits the tokens of one sequence, and {kind} is an encoder-decoder, which reads two; "
+        "leave layout.cp out",
+    )
     try:
         with random_values(module):
             if prepare is not None:
@@ -82,8 +86,8 @@ def prove_context(
             calls = [proof.check(example) for example in examples]
     except ProofMismatchError as error:
         raise InputError(
-            f"layout.cp = {ranks} cannot split the rows of {type(module).__name__}: {error}; leave layout.cp out, or "
-            "split layers by layout.tp or layout.pp"
+            f"layout.cp = {ranks} cannot split the rows of {kind}, whose tokens must meet in attention alone, as of "
+            f"F.scaled_dot_product_attention: {error}; leave layout.cp out, or split layers by layout.tp or layout.pp"
         ) from error
     return calls[0]
 
@@ -257,7 +261,7 @@ class _ContextProof:
                 check_close(result, own_result, "with motet's attention the loss differs")
         except ProofMismatchError as mismatch:
             calls = self._calls(partial(run, False)), self._calls(partial(run, True))
-            first = _first_difference(*calls, lambda x, _: x)
+            first = _first_difference(*calls, lambda own_value, x: own_value if own_value.shape == x.shape else None)
             raise self._named(first, "with motet's attention than with its own") or mismatch from mismatch
         self._compare_gradients([handed], expected)
 
@@ -310,7 +314,7 @@ class _ContextProof:
         values = "indices, such as positions that its caller counts," if first.has_indices else "values"
         verb = "returns" if first.is_output else "gets"
         text = f"{self._noun(first.module)} {verb} other {values} {where}"
-        return ProofMismatchError(text, module=first.module, distance=first.distance)
+        return ProofMismatchError(text, module=first.module, distance=None if first.has_indices else first.distance)
 
     def _noun(self, name: str) -> str:
         kind = type(self._modules[name]).__name__
