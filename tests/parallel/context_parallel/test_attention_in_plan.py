@@ -1,4 +1,4 @@
-"""What a step plan says about context parallelism: communication inside of attention, and its rules."""
+"""A step plan of context parallelism: its communication inside of attention, and the rules that check it."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_each_call_of_attention_says_what_a_rank_sends(words: str) -> None:
 
 
 def test_a_rank_has_the_calls_of_its_stages_and_its_heads() -> None:
-    plan = planned("layout.cp=2 layout.pp=2")
+    plan = planned("layout.cp=2 layout.pp=2 layout.stages=0-1,2-3")
     assert [call.block for call in attention_on_ranks(plan, 3)] == [2, 3]
     split = ShardRule((DimensionSplit(0, "tp"),))
     rules = {name: split for name in plan.specs if "blocks.1.attention.qkv" in name}
