@@ -19,7 +19,6 @@ from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.context_parallel.attention_calls import AttentionCall
-from motet.parallel.context_parallel.context_proof import prove_context
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import (
     CONTEXT_DIMENSION,
@@ -33,6 +32,7 @@ from motet.parallel.pipeline.stages.stage_balance import BlockCosts, check_stage
 from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.pipeline.stages.stage_proposal import cut_stages, propose_stages, with_wire_dtypes
 from motet.parallel.process.process_group import RankGroup, broadcast_text, refuse_together
+from motet.parallel.proof.context_proof import prove_context
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.parallel.proof.twin_transfer import TwinTransfer

@@ -16,8 +16,8 @@ from motet.models.hf import attention_function
 from motet.models.settings import ModelSettings, UserModuleSettings
 from motet.models.user_module import make_logits_function
 from motet.parallel.context_parallel.attention_calls import AttentionCall
-from motet.parallel.context_parallel.context_proof import prove_context
 from motet.parallel.layout import resolve_layout
+from motet.parallel.proof.context_proof import prove_context
 from motet.train.job import load_job
 from motet.train.proof.context_batches import context_examples, window_examples
 from motet.train.proposed_sharding import sharding_of_job
@@ -147,9 +147,8 @@ def test_a_row_is_proven_beyond_a_long_window() -> None:
     calls = tuple(AttentionCall("", 1, 1, 1, 1, causal=True, window=window) for window in (None, 40))
     (example,) = window_examples(batch_of_rows(64), calls, packs=True)
     assert (example.partition.tokens, *example.batch.tokens.shape) == (52, 1, 52)
-    assert not window_examples(batch_of_rows(40), calls, packs=True) and not window_examples(
-        batch_of_rows(64), (), packs=True
-    )
+    assert not window_examples(batch_of_rows(40), calls, packs=True)
+    assert not window_examples(batch_of_rows(64), (), packs=True)
 
 
 def test_a_job_has_the_calls_of_its_model_by_its_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

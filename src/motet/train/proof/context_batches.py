@@ -8,7 +8,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.context_partition import ContextPartition
-from motet.parallel.context_parallel.context_proof import ContextExample
+from motet.parallel.proof.context_proof import ContextExample
 
 TWIN_WINDOW = 17  # Tokens that a sliding window of a twin shows: more than a trace has, fewer than a row below
 _LONG, _SHORT = 29, 22  # Tokens of a row, of which ranks get unequal parts

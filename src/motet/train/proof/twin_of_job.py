@@ -30,9 +30,9 @@ from motet.models.trace.model_trace import OperatorRecorder, build_on_meta, expl
 from motet.models.trace.record_reader import BatchSize
 from motet.models.user_module import default_arguments, find_blocks, named_blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
-from motet.parallel.context_parallel.context_proof import AttentionObserver
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import CONTEXT_DIMENSION, TENSOR_DIMENSION
+from motet.parallel.proof.context_proof import AttentionObserver
 from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.narrow_module import (
     blocks_to_keep,

@@ -20,10 +20,9 @@ from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_core import ScoreOptions, attend
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.attention_seams import AttentionSeams
-from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, RowSplit, row_split
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, RowSplit, Spans, row_split
 from motet.models.user_module import named_blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
-from motet.parallel.context_parallel.context_dropout import split_by_places
 from motet.parallel.context_parallel.context_partition import ContextPartition
 from motet.parallel.model_sharding import CONTEXT_DIMENSION, BoundaryComm
 from motet.parallel.proof.comparison import (
@@ -272,7 +271,7 @@ class _ContextProof:
         batch, split = example.batch, None
         if rank is not None:
             batch = batch.at_places(example.partition.spans(rank))
-            split = split_by_places(example.partition, rank)
+            split = _split_by_places(example.partition, rank)
         run = _ContextRun(self.module, self._attention(example.batch), batch.places, reference=reference)
         self._differentiate(run, partial(self.forward, batch), batch, inside=self._seams.exchanging(run), split=split)
         return run
@@ -373,3 +372,21 @@ def _at_places(whole_value: Tensor, x: Tensor, *, batch: Batch, places: Tensor |
         elif sizes[0] != sizes[1]:
             return None
     return whole_value
+
+
+def _split_by_places(partition: ContextPartition, rank: int) -> RowSplit:
+    """The split of activations outside of attention, whose tokens are those of a part."""
+    local = partition.length(rank)
+
+    def split(shape: tuple[int, ...]) -> tuple[tuple[int, ...], Spans]:
+        dim = 1 if len(shape) > 1 and shape[0] == 1 else 0
+        check_input(
+            shape[dim] == local,
+            f"dropout on a tensor with rows of shape {list(shape)}, of which a part has {local} of {partition.tokens} "
+            "tokens: no dimension clearly holds them; set the dropout to 0",
+        )
+        spans: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in shape]
+        spans[dim] = partition.spans(rank)
+        return (*shape[:dim], partition.tokens, *shape[dim + 1 :]), spans
+
+    return split
