@@ -43,6 +43,7 @@ class Case:
     recomputes: bool = False
     overlaps: bool = True
     tile_elements: int = 1 << 22
+    dtype: torch.dtype = torch.float64
 
     @property
     def call(self) -> AttentionCall:
@@ -90,7 +91,7 @@ def inputs_of(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(case.tokens)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
     t = case.tokens
     inputs = [random(ROWS, case.query_heads, t, 8), random(ROWS, case.key_heads, t, 8)]
@@ -170,7 +171,13 @@ def _outcome(group: RankGroup, case: Case) -> Outcome:
     kinds = [counter.counts.get(f"attention_{each}_bytes", 0) for each in ("forward", "backward")]
     wire = at_mark.get("wire", 0), counter.counts.get("wire", 0) - at_mark.get("wire", 0)
     promised = sent_bytes(
-        case.call, context.partition, group.rank, kind=case.kind, inner=case.inner, rows=ROWS, itemsize=8
+        case.call,
+        context.partition,
+        group.rank,
+        kind=case.kind,
+        inner=case.inner,
+        rows=ROWS,
+        itemsize=case.dtype.itemsize,
     )
     sent = (int(kinds[0]), int(kinds[1]))
     return Outcome(case, worst, sent, promised, (int(wire[0]), int(wire[1])), int(counter.counts["attention_pairs"]))
