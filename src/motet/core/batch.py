@@ -28,6 +28,9 @@ class Batch:
     source_documents: torch.Tensor | None = None
     # [T] int64: the place of each token in its row; None means 0..T-1, which is the whole row.
     places: torch.Tensor | None = None
+    # [R, T] int64: `documents` of the whole rows, where the batch is a part of each row
+    row_documents: torch.Tensor | None = None
+    row_tokens: int | None = None  # The number of tokens of each whole row, where the batch is a part of it
     # The number of weights that are not zero, if they were counted before the batch moved to a device.
     target_count: int | None = None
 
@@ -44,7 +47,8 @@ class Batch:
         places = self.tokens.new_tensor([place for first, stop in spans for place in range(first, stop)])
         by_place = {name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")}
         cut = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
-        return replace(self, places=places, **cut)
+        rows = {"row_documents": self.documents, "row_tokens": self.tokens.shape[1]}
+        return replace(self, places=places, target_count=None, **rows, **cut)
 
     def first_tokens(self, rows: int, tokens: int, source_tokens: int) -> Batch:
         """The first tokens of the first rows; a row may have fewer."""
@@ -55,7 +59,8 @@ class Batch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the batch by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "target_count"}
+        names = (field.name for field in fields(self) if field.name not in ("target_count", "row_tokens"))
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def to(self, device: torch.device | str) -> Batch:

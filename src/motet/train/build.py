@@ -80,6 +80,7 @@ class TrainingComponents:
                 group=self.group,
                 layout=self.layout,
                 batch_sequences=job.data.batch_sequences,
+                attention_of=self.engine.attention_of,
                 **({"forward": pipeline.forward} if pipeline else {}),
             )
 

@@ -17,11 +17,13 @@ from motet.checkpoint.background_writer import CheckpointSaver
 from motet.checkpoint.publication import Retention
 from motet.checkpoint.settings import CheckpointSettings
 from motet.collectives.execute.api import all_reduce, sum_scalars
+from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
+from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
 from motet.parallel.layout import Layout
@@ -83,6 +85,7 @@ class TrainingEngine:
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
+    context: ContextRanks | None = None  # Ranks that share each row with this one
     data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
@@ -103,6 +106,10 @@ class TrainingEngine:
     def step_group(self) -> RankGroup:
         """The ranks that take a step together."""
         return self.group if self.outer_optimizer is None else self.outer_optimizer.replicas.mesh.shard_group
+
+    def attention_of(self, batch: Batch) -> AbstractContextManager[None]:
+        """A context for the forward and the backward of a batch, which may be a part of each row."""
+        return nullcontext() if self.context is None else self.context.attention_of(batch)
 
     def reports(self, metric: str) -> bool:
         """Whether the number of this rank is added to a sum over the ranks; others have the same number."""
@@ -412,6 +419,7 @@ def build_engine(
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
         pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
+        context=join_context_ranks(layout, step_group),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )

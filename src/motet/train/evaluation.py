@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -57,6 +58,7 @@ def evaluate(
     layout: Layout,
     batch_sequences: int,
     forward: ForwardFunction = _compute_here,
+    attention_of: Callable[[Batch], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> EvaluationResult:
     """The loss over up to `max_batches` global batches of `batch_sequences` each. `forward` returns the model's result
     for a batch, or None on a rank without the last blocks."""
@@ -71,7 +73,7 @@ def evaluate(
             for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
                 batch = microbatch.select(data.evaluation_batch(split, index, microbatch.rows)).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
-                with model.randomness(index, batch.rows):  # for modules that drop in evaluation, too
+                with model.randomness(index, batch.rows), attention_of(batch):  # Some modules drop in evaluation, too
                     loss, *counts = _loss_sums(model, batch, has_classes, forward=forward)
                 if microbatch.contributes_gradients and is_reporter:
                     row = index * batch_sequences + microbatch.rows.start

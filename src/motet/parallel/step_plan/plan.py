@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.memory.policy_choice import ALL_ON_DEVICE, Place, StatePlaces
+from motet.parallel.context_parallel.context_partition import ContextOrder
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
@@ -43,6 +44,7 @@ class StepPlan:
     parameters: Place = "device"  # The place of parameters that are cut into rows
     delays: bool = False  # The host applies the gradients of a step while the next one computes
     window: int = 2  # Units whose rows the host reads ahead, if they lie on disk
+    context_order: ContextOrder = "head-tail"  # Places of each row on the ranks of context parallelism
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:
@@ -92,6 +94,7 @@ def make_step_plan(
         batch_sequences,
         layout.sharding.replica_groups if independent_replicas else (),
         *places,
+        context_order=layout.cp_order,
     )
 
 
