@@ -8,7 +8,8 @@ from torch import Tensor
 
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parity.record.tensor_recorder import MAX_ROW_NUMEL, ActivationParts, TensorRecorder, cut_part, put_part
+from motet.parity.record.activation_parts import ActivationParts, cut_part, put_part
+from motet.parity.record.tensor_recorder import MAX_ROW_NUMEL, TensorRecorder
 
 EVEN, FUSED = DimensionSplit(-1, "tp"), DimensionSplit(2, "tp", parts=(8, 4, 4), unit=2)
 SHARED, UNEVEN = DimensionSplit(2, "tp", parts=(8, 2), unit=2), DimensionSplit(2, "tp", parts=(7,))

@@ -167,18 +167,19 @@ class TokenPart(NamedTuple):
         spans = [[(0, length)] for length in shape] if spans is None else [*spans]
         if here in shape:
             dim = shape.index(here)
-            spans[dim] = [place for first, stop in spans[dim] for place in self._places(first, stop)]
+            spans[dim] = [place for pair in spans[dim] for place in places_in_spans(self.spans, *pair)]
             shape = (*shape[:dim], self.tokens, *shape[dim + 1 :])
         return shape, spans
 
-    def _places(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The places in the row of some tokens of the part, which are counted from its start."""
-        start = 0
-        for place, end in self.spans:
-            low, high = max(first, start), min(stop, start + end - place)
-            if low < high:
-                yield place + low - start, place + high - start
-            start += end - place
+
+def places_in_spans(spans: Sequence[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The elements from `first` to `stop` of those in spans, which are counted one span after another."""
+    start = 0
+    for place, end in spans:
+        low, high = max(first, start), min(stop, start + end - place)
+        if low < high:
+            yield place + low - start, place + high - start
+        start += end - place
 
 
 token_part: ContextVar[TokenPart | None] = ContextVar("token_part", default=None)

@@ -102,6 +102,7 @@ BoundarySide = Literal["input", "output"]
 BoundaryOperation = Literal["copy", "sum", "gather", "scatter", "split", "replicate", "exchange"]
 TENSOR_DIMENSION = "tp"  # Its ranks split the weights of each layer, and activations
 PIPELINE_DIMENSION = "pp"  # Its ranks hold different blocks
+CONTEXT_DIMENSION = "cp"  # Its ranks have different tokens of the same rows
 LOSS = "loss"  # The argument of the output of a head whose logits stay split: the loss of the model adds over ranks
 
 

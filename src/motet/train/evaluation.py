@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,7 +21,7 @@ from motet.parallel.sync_groups import reports
 ForwardFunction = Callable[[Callable[[], Tensor], Batch], Tensor | None]
 
 
-def _compute_here(compute: Callable[[], Tensor], batch: Batch) -> Tensor:
+def compute_here(compute: Callable[[], Tensor], batch: Batch) -> Tensor:
     return compute()
 
 
@@ -57,11 +56,10 @@ def evaluate(
     group: RankGroup,
     layout: Layout,
     batch_sequences: int,
-    forward: ForwardFunction = _compute_here,
-    attention_of: Callable[[Batch], AbstractContextManager[None]] = lambda _: nullcontext(),
+    forward: ForwardFunction = compute_here,
 ) -> EvaluationResult:
     """The loss over up to `max_batches` global batches of `batch_sequences` each. `forward` returns the model's result
-    for a batch, or None on a rank without the last blocks."""
+    for a batch, which may be a part of each row, or None on a rank without the last blocks."""
     batches, has_classes = min(max_batches, data.evaluation_batches(split)), False
     # One loss for each row where the sum must not depend on the layout.
     losses = [0.0] * (batches * batch_sequences if layout.sharding.reproducible_batch_size else 1)
@@ -73,7 +71,7 @@ def evaluate(
             for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
                 batch = microbatch.select(data.evaluation_batch(split, index, microbatch.rows)).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
-                with model.randomness(index, batch.rows), attention_of(batch):  # Some modules drop in evaluation, too
+                with model.randomness(index, batch.rows):  # for modules that drop in evaluation, too
                     loss, *counts = _loss_sums(model, batch, has_classes, forward=forward)
                 if microbatch.contributes_gradients and is_reporter:
                     row = index * batch_sequences + microbatch.rows.start

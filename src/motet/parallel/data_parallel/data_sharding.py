@@ -6,13 +6,9 @@ partial sums are exchanged after each backward, so that no rank keeps an unshard
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
-<<<<<<< HEAD
 from collections.abc import Callable
-from dataclasses import dataclass
-=======
 from dataclasses import dataclass, replace
 from math import gcd
->>>>>>> main
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups

@@ -15,22 +15,25 @@ from motet.parallel.model_sharding import PIPELINE_DIMENSION, TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups, same_rows_groups
+from motet.parity.record.activation_parts import (
+    ActivationParts,
+    activation_parts,
+    cut_part,
+    module_of,
+    put_part,
+    without_padding,
+)
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
     MASTER_PREFIX,
     ROW_KINDS,
-    ActivationParts,
     RankRecords,
     RecordedShard,
     RecordedTensor,
     TensorKey,
     count_significant_bits,
-    cut_part,
-    module_of,
     parameter_name,
-    put_part,
     sketch_shard,
-    without_padding,
 )
 
 UPDATED_KINDS = ("gradient", "clipped gradient", "state")  # Kinds with the elements that a rank updates
@@ -42,6 +45,7 @@ class PlannedRecords:
 
     plan: StepPlan
     activation_order: Mapping[str, int] = field(default_factory=dict)  # The order on one device
+    row_tokens: int = 1  # Tokens of each row, where ranks may split them
 
     @cached_property
     def _updated_ranges(self) -> list[dict[str, tuple[int, int]]]:
@@ -55,6 +59,11 @@ class PlannedRecords:
     def row_groups(self) -> RankGroups:
         """Ranks that together compute each row once."""
         return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # The second dimension splits the positions of rows
+
+    @cached_property
+    def adding_groups(self) -> RankGroups:
+        """Ranks that together compute each token once."""
+        return self.plan.dims.groups(*DATA_DIMENSIONS)
 
     def own_name(self, name: str) -> str:
         """The name of a tensor that may have several, such as a tied weight."""
@@ -163,17 +172,20 @@ class PlannedRecords:
 
     @cached_property
     def activations(self) -> ActivationParts:
-        return ActivationParts(self.plan.model_sharding, self.plan.dims, self.activation_order)
+        return activation_parts(self.plan, self.activation_order, row_tokens=self.row_tokens)
 
     def part_of_rows(self, record: RecordedTensor, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part of a tensor of rows that a rank should have; its shape on one device is given. None if not known."""
         if record.kind in ACTIVATION_KINDS:
-            return self.activations.spec(record.name, rank, shape)
+            return self.activations.spec(record.name, rank, shape, rows=len(record.rows))
+        if record.kind == "sample":
+            return self.activations.token_spec(rank, shape, rows=len(record.rows))
         return record.part or ShardSpec.full(shape)
 
     def adds_up_parts(self, reference: RecordedTensor) -> bool:
         """Whether only the sum over ranks can be compared: each has a sketch of its part, or a part of a gradient."""
-        if reference.kind not in ACTIVATION_KINDS or not self.activations.splits(reference.name):
+        is_split = self.activations.tokens is not None or self.activations.splits(reference.name)
+        if reference.kind not in ACTIVATION_KINDS or not is_split:
             return False
         return reference.is_sketched or self._is_partial(reference)
 
@@ -308,7 +320,9 @@ def align_tensor(
     for group in by_group:
         _check_each_row_once(reference, group)
     if reference.key.kind == "loss" or placement.how == "sum":
-        return [_align_sum(reference, group, planned) for group in filter(None, by_group)]
+        groups = planned.adding_groups if planned else groups  # Each rank of these has a summand
+        summands = ([each for each in records if each[0] in ranks] for ranks in groups)
+        return [_align_sum(reference, group, planned) for group in filter(None, summands)]
     if planned and planned.adds_up_parts(reference.record):
         return list(_align_sums_of_parts(reference, records, placement, planned=planned))
     if reference.key.kind == "random mask":

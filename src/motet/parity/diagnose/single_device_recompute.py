@@ -141,5 +141,6 @@ def recompute_layout(
 ) -> SingleDeviceRecompute:
     """One device that computes the tensors that ranks of a layout should have by its plan."""
     plan = subject.step_plan(reference_runs.inventory, world)
-    planned = PlannedRecords(plan, reference_runs.step_references[0].activation_order)
+    first = reference_runs.step_references[0]
+    planned = PlannedRecords(plan, first.activation_order, first.row_tokens)
     return SingleDeviceRecompute(subject, subject.layout_for(world), reference_runs, planned)
