@@ -27,10 +27,11 @@ EXAMPLES = {
     "layout.tp": 2,
     "layout.sp": "true",
     "layout.pp": 2,
+    "layout.cp": 2,
     "precision.moment_dtype": "8bit",
 }
 PAIRS = list(technique_pairs())
-UNBUILT = {"context parallelism", "expert parallelism"}
+UNBUILT = {"expert parallelism"}
 Values = dict[str, object]
 
 
@@ -107,6 +108,15 @@ REFUSED_BY_THE_TABLE = {
             "parameter server of processes": "with layout.data = 'parameter_server': servers keep whole tensors",
             "parameter server by collectives": "with layout.data = 'parameter_server': servers keep whole tensors",
             "replica checks": "with monitor.replica_check_every = 2: a rank that repeats the work of another has some",
+        }.items()
+    },
+    **{
+        ("context parallelism", other): text
+        for other, text in {
+            "independent replicas": "does not go with outer.every = 4: a replica is one shard group, and ranks of",
+            "parameter server of processes": "layout.data = 'parameter_server': workers of a parameter server compute",
+            "parameter server by collectives": "'parameter_server': workers of a parameter server compute whole rows",
+            "reproducible layouts": "with run.reproducible = 'layout': the ranks that share a row add partial sums",
         }.items()
     },
     **{

@@ -84,18 +84,18 @@ k k k k k k k k k k k = +
 + + + + + + + + + + a v v r + +
 + + + + + + + + + + a v v r + + +
 + + + + + + + + + + a v v + p + + +
-n n n n n n n n n n n n n n n n n n n
++ + + + + + + + + + F G G H + + + + +
 n n n n n n n n n n n n n n n n n n n n
-+ + + + + + + + e + j l l + + + + + n n +
-+ + + + + + + + + + + u + + + + + + n n + +
-+ + + + + + + + + + + q + + + + + + n n + + +
-+ + + + + + g + + + b d d + + + + + n n + + + +
-+ + + + + + g + + + b d d + + + + + n n + + x = +
-y y y + + h y y + + b d d A + + + + n n + + + + + +
-+ + + + + + + + + + + B + + + + + + n n + + + + + + +
-+ + + + + + g + + + b d d + + + + + n n + + + + + D + +
-y y y + + h y y + + b d d A + + + + n n + + x = + = + E +
-= = = + + + = = + + b d d + + + + + n n + + + + + + + + C +
++ + + + + + + + e + j l l + + + + + + n +
++ + + + + + + + + + + u + + + + + + + n + +
++ + + + + + + + + + + q + + + + + + + n + + +
++ + + + + + g + + + b d d + + + + + + n + + + +
++ + + + + + g + + + b d d + + + + + + n + + x = +
+y y y + + h y y + + b d d A + + + + + n + + + + + +
++ + + + + + + + + + + B + + + + + + + n + + + + + + +
++ + + + + + g + + + b d d + + + + + + n + + + + + D + +
+y y y + + h y y + + b d d A + + + + + n + + x = + = + E +
+= = = + + + = = + + b d d + + + + + + n + + + + + + + + C +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -137,6 +137,9 @@ REFUSALS: dict[str, str] = {
     "x": "pieces of a file have one dtype for all parameters",
     "B": "workers of server processes keep the activations of whole models on their devices",
     "C": "the host reads rows of the next blocks ahead, which are not updated yet then",
+    "F": "a replica is one shard group, and ranks of several replicas would compute parts of the same rows",
+    "G": "workers of a parameter server compute whole rows",
+    "H": "the ranks that share a row add partial sums, which round differently for each number of them",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
 

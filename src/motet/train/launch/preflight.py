@@ -17,6 +17,7 @@ from motet.models.hf.hf_config import read_config
 from motet.models.hf.peft_files import check_peft_folder
 from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
+from motet.parallel.context_parallel.context_checks import check_context_heads, check_context_sequence
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout, LayoutSettings
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, inventory_of_spec
@@ -68,12 +69,21 @@ def check_job(job: Job, ranks: int) -> Layout:
         independent_replicas=job.outer.every is not None,
         uses_cluster=layout.dims.size(TENSOR_DIMENSION) > 1 or job.memory.optimizer != "device",
     )
+    _check_context(job, layout)
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
         _check_server_count(job)
     if not isinstance(job.model, UserModuleSettings):
         predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
+
+
+def _check_context(job: Job, layout: Layout) -> None:
+    """Refuse context parallelism that the sequences or the heads of a model of known sizes do not fit."""
+    if layout.cp > 1:
+        check_context_sequence(layout, batch_shape(job, 1), setting="data.sequence_length")
+        spec = model_spec(job)
+        check_context_heads(layout, spec.attention if spec else ())
 
 
 def _check_server_count(job: Job) -> None:
