@@ -11,7 +11,7 @@ from torch import Tensor
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.zero import shard_rows
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TensorInfo
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups, same_rows_groups
@@ -196,7 +196,7 @@ class PlannedRecords:
         """Groups of ranks with equal bits of a replicated part; of the first part that differs, the largest first."""
         copies: dict[object, dict[int, list[int]]] = {}
         for rank, record in self.combine_stages(records):
-            if (place := self._place(record)) is not None:
+            if (place := self._place(record, rank)) is not None:
                 copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
         differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})
         return sorted(differing.values(), key=len, reverse=True)
@@ -205,14 +205,18 @@ class PlannedRecords:
         ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
         return f"{ranks} hold copies that should be equal, but differ"
 
-    def _place(self, record: RecordedTensor) -> object:
+    def _place(self, record: RecordedTensor, rank: int) -> object:
         """A key that is equal for ranks that should have the same values; None if nothing is known."""
-        if record.shard is not None or record.kind not in ROW_KINDS:
-            return record.shard or record.rows
+        if record.shard is not None:
+            return record.shard
+        tokens = self.plan.dims.coordinates(rank)[CONTEXT_DIMENSION]
+        if record.kind not in ROW_KINDS:
+            return record.rows, record.kind == "loss" and tokens
         is_unknown = record.kind in ACTIVATION_KINDS and self.activations.splits(record.name) is None
         if is_unknown or self._is_partial(record):
             return None
-        return record.microbatch, record.rows, record.part and record.part.spans
+        is_summand = record.kind == "activation gradient" and record.part is None
+        return record.microbatch, record.rows, record.part and record.part.spans, is_summand and tokens
 
 
 def format_numbered(noun: str, numbers: Sequence[int]) -> str:
