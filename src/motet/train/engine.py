@@ -107,6 +107,10 @@ class TrainingEngine:
         """The ranks that take a step together."""
         return self.group if self.outer_optimizer is None else self.outer_optimizer.replicas.mesh.shard_group
 
+    def part_of(self, batch: Batch) -> Batch:
+        """The part of a batch of whole rows that this rank computes."""
+        return batch if self.context is None else self.context.part_of(batch)
+
     def attention_of(self, batch: Batch) -> AbstractContextManager[None]:
         """A context for the forward and the backward of a batch, which may be a part of each row."""
         return nullcontext() if self.context is None else self.context.attention_of(batch)

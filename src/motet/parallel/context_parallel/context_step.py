@@ -23,6 +23,10 @@ class ContextRanks:
     group: RankGroup
     inner: RankGroup | None  # Neighbours among them that exchange by all-to-all inside of a ring
 
+    def part_of(self, batch: Batch) -> Batch:
+        """The part of a batch of whole rows that this rank computes."""
+        return batch.at_places(self.layout.context_partition(batch.tokens.shape[1]).spans(self.group.rank))
+
     @contextmanager
     def attention_of(self, batch: Batch) -> Iterator[None]:
         """A context for the forward and the backward of a batch, in which attention exchanges keys and values if the
