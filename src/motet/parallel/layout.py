@@ -122,6 +122,12 @@ class LayoutSettings(FrozenSettings):
             parse_stages(self.stages)
         return self
 
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        if self.cp > 1:
+            _check_divides("cp_inner", self.cp_inner, self.cp, ranks_text=f"layout.cp = {self.cp}")
+        return self
+
     def check_stage_count(self, count: int, expected: str) -> None:
         """Check that `stages` has a range of blocks for each of `count` stages of a pipeline."""
         ranges = count if self.stages is None else len(parse_stages(self.stages))

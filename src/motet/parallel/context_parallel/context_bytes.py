@@ -1,0 +1,88 @@
+"""Bytes that a rank sends inside of attention, by the descriptions that the exchanges follow."""
+
+from motet.parallel.context_parallel.attention_calls import AttentionCall
+from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
+from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
+from motet.parallel.context_parallel.head_split import HeadSplit
+from motet.parallel.context_parallel.ring_schedule import count_tokens, shared_ring_schedule
+from motet.parallel.layout import ContextParallelKind
+
+
+def sent_bytes(
+    call: AttentionCall,
+    partition: ContextPartition,
+    rank: int,
+    *,
+    kind: ContextParallelKind,
+    inner: int = 1,
+    rows: int,
+    itemsize: int,
+) -> tuple[int, int]:
+    """Bytes that a rank of context parallelism sends in the forward and in the backward of a call of attention, for
+    rows of a micro-batch and elements of `itemsize` bytes. The call has the heads that the rank computes:
+    fewer than the model has under tensor parallelism. A forward that is computed again in backward sends again.
+
+    An all-gather and a reduce-scatter count each rank's part, padded to the longest, once for every other rank.
+    """
+    if partition.ranks == 1:
+        return 0, 0
+    element = rows * itemsize
+    if kind == "all-gather":
+        token_size = element * call.key_heads * (call.key_dim + call.value_dim)
+        gathered = (partition.ranks - 1) * partition.longest * token_size
+        return gathered, 2 * gathered
+    if kind == "all-to-all":
+        inner = partition.ranks
+    heads = HeadSplit(call.query_heads, call.key_heads, inner)
+    place = rank % inner
+    forward, backward = _all_to_all_elements(call, partition, rank, heads=heads)
+    token_size = element * heads.key_counts[place] * (call.key_dim + call.value_dim)
+    keys, gradients = _ring_tokens(ring_spans(partition, inner), rank // inner, PlaceVisibility.in_call(call))
+    return element * forward + token_size * keys, element * backward + token_size * (keys + gradients)
+
+
+def ring_spans(partition: ContextPartition, inner: int) -> tuple[Spans, ...]:
+    """The places of each rank of a ring, where `inner` neighbours have exchanged tokens for heads."""
+    if inner == 1:
+        return partition.spans_by_rank
+    spans_by_rank = []
+    for first in range(0, partition.ranks, inner):
+        joined = list[tuple[int, int]]()
+        for span in sorted(span for rank in range(first, first + inner) for span in partition.spans(rank)):
+            if joined and joined[-1][1] == span[0]:
+                joined[-1] = joined[-1][0], span[1]
+            else:
+                joined.append(span)
+        spans_by_rank.append(tuple(joined))
+    return tuple(spans_by_rank)
+
+
+def _all_to_all_elements(
+    call: AttentionCall, partition: ContextPartition, rank: int, *, heads: HeadSplit
+) -> tuple[int, int]:
+    """Elements of a row that a rank sends to the neighbours with which it exchanges tokens for heads."""
+    place, first = rank % heads.ranks, rank - rank % heads.ranks
+    others = [other for other in range(heads.ranks) if other != place]
+    tokens, received = partition.length(rank), sum(partition.length(first + other) for other in others)
+
+    def size_of_inputs(counts: tuple[int, int]) -> int:
+        return counts[0] * call.key_dim + counts[1] * (call.key_dim + call.value_dim)
+
+    local_heads = heads.query_counts[place], heads.key_counts[place]
+    inputs = sum(size_of_inputs((heads.query_counts[other], heads.key_counts[other])) for other in others)
+    output = call.value_dim * local_heads[0]
+    forward = tokens * inputs + received * output
+    backward = tokens * call.value_dim * (call.query_heads - local_heads[0]) + received * size_of_inputs(local_heads)
+    return forward, backward
+
+
+def _ring_tokens(spans_by_rank: tuple[Spans, ...], rank: int, visible: PlaceVisibility) -> tuple[int, int]:
+    """Tokens whose keys a rank of a ring sends, and tokens whose gradients it sends."""
+    schedule = shared_ring_schedule(spans_by_rank, visible)
+    ranks, keys, gradients = schedule.ranks, 0, 0
+    for hop in range(ranks):
+        owner = (rank - hop) % ranks
+        keys += count_tokens(schedule.keys_in_hop(owner, hop + 1)) if hop + 1 < ranks else 0
+        if hop and count_tokens(schedule.keys_in_hop(owner, hop)):
+            gradients += count_tokens(schedule.gradients_after_hop(owner, hop))
+    return keys, gradients
