@@ -189,6 +189,12 @@ class PlannedRecords:
             return False
         return reference.is_sketched or self._is_partial(reference)
 
+    def copy_of_part(self, name: str, rank: int) -> object:
+        """Ranks of equal numbers have different parts of an output; others have copies."""
+        if self.activations.splits(name):
+            return None
+        return next(ranks for ranks in self.adding_groups if rank in ranks)
+
     def _is_partial(self, record: RecordedTensor) -> bool:
         return record.kind == "activation gradient" and self.activations.is_shared(record.name)
 
@@ -427,10 +433,10 @@ def _align_sums_of_parts(
     reference: ReferenceTensor, records: RankRecords, placement: RowPlacement, *, planned: PlannedRecords
 ) -> Iterator[AlignedTensorPair]:
     """The sums over ranks that compute parts of the same rows."""
-    by_rows: dict[tuple[int, ...], list[tuple[int, RecordedTensor]]] = {}
+    by_rows: dict[tuple[object, tuple[int, ...]], list[tuple[int, RecordedTensor]]] = {}
     for rank, record in records:
-        by_rows.setdefault(record.rows, []).append((rank, record))
-    for rows, rank_records in by_rows.items():
+        by_rows.setdefault((planned.copy_of_part(reference.key.name, rank), record.rows), []).append((rank, record))
+    for (_, rows), rank_records in by_rows.items():
         if (expected := _select_rows(reference, rows, placement)) is None:
             continue
         total = torch.zeros_like(expected)
