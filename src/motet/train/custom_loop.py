@@ -23,7 +23,7 @@ from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
@@ -74,6 +74,12 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     check_input(
         not layout.uses_server_processes,
         f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
+    )
+    degree = layout.dims.size(CONTEXT_DIMENSION)
+    check_input(
+        degree == 1,
+        f"layout.{CONTEXT_DIMENSION} = {degree} cuts the rows of a batch, whose form only your loop knows; leave it out, "
+        "or train the module as a job with `motet train`",
     )
     settings = ParallelizeSettings(
         layout,
