@@ -186,6 +186,11 @@ token_part: ContextVar[TokenPart | None] = ContextVar("token_part", default=None
 _active_mode: ContextVar["LayoutInvariantDropoutMode | None"] = ContextVar("layout_invariant_dropout", default=None)
 
 
+def active_dropout_mode() -> "LayoutInvariantDropoutMode | None":
+    """The mode that draws the masks of the code that runs in this thread."""
+    return _active_mode.get()
+
+
 def is_dropout_layout_invariant() -> bool:
     """Whether a mode draws the masks of the code that runs in this thread."""
     return _active_mode.get() is not None
@@ -214,6 +219,53 @@ class DropoutState(NamedTuple):
     rows: list[int]
     places: list[_DropoutPlace]  # The place outside of blocks, and the blocks that are running
     calls: Counter[int]  # Calls of each block so far
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """The part of attention probabilities [heads, tokens, tokens] of complete rows that a rank computes."""
+
+    heads: int  # The heads of the module on this rank
+    tokens: int
+    local_heads: tuple[int, int]  # (first, stop) of the rank's heads among these
+    queries: Sequence[tuple[int, int]]  # Spans of the rank's places; it has all keys
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """The masks of the probabilities in a call of attention, of which code draws one block after another."""
+
+    p: float
+    row_keys: Sequence[int]
+    shape: tuple[int, ...]  # [heads, tokens, tokens] of the complete model
+    head_spans: Sequence[tuple[int, int]]  # The heads of the part, in the complete model
+
+    @property
+    def factor(self) -> float:
+        """The factor of probabilities that are kept."""
+        return 0.0 if self.p >= 1 else 1 / (1 - self.p)
+
+    def keep(
+        self,
+        heads: tuple[int, int],
+        queries: Sequence[tuple[int, int]],
+        keys: tuple[int, int],
+        *,
+        device: torch.device,
+    ) -> Tensor:
+        """[rows, heads, queries, keys], for heads counted from the first of the part and spans of places."""
+        spans = [_spans_between(self.head_spans, *heads), queries, [keys]]
+        return draw_mask(self.row_keys, self.shape, self.p, spans=spans, device=device)
+
+
+def _spans_between(spans: Sequence[tuple[int, int]], first: int, stop: int) -> list[tuple[int, int]]:
+    """The spans of the elements from the index `first` to `stop` among the elements of some spans."""
+    between, index = list[tuple[int, int]](), 0
+    for start, end in spans:
+        low, high = max(start, start + first - index), min(end, start + stop - index)
+        between += [(low, high)] if low < high else []
+        index += end - start
+    return between
 
 
 class LayoutInvariantDropoutMode(TorchFunctionMode):
@@ -309,6 +361,25 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         if self.on_recomputed_mask and is_in_backward():
             self.on_recomputed_mask(site, keep)
         return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
+
+    def attention_dropout(self, p: float, part: AttentionPart, device: torch.device) -> AttentionDropout:
+        """The masks of the next site, for attention probabilities of which this rank computes a part."""
+        row_shape: tuple[int, ...] = part.heads, part.tokens, part.tokens
+        spans: Spans | None = None
+        if split := row_split.get():
+            row_shape, spans = split(row_shape)
+        head_spans = _spans_between([(0, part.heads)] if spans is None else spans[0], *part.local_heads)
+        site = self._next_site()
+        keys = [derive_seed(self.seed, self.step, site, row) for row in self.rows]
+        dropout = AttentionDropout(p, keys, tuple(row_shape), head_spans)
+        if self.on_mask or self.on_recomputed_mask:
+            all_heads = (0, part.local_heads[1] - part.local_heads[0])
+            keep = dropout.keep(all_heads, part.queries, (0, part.tokens), device=device)
+            if self.on_mask and not is_in_backward():
+                self.on_mask(site, keep, (row_shape, [head_spans, part.queries, [(0, part.tokens)]]))
+            if self.on_recomputed_mask and is_in_backward():
+                self.on_recomputed_mask(site, keep)
+        return dropout
 
     def _next_site(self) -> str:
         place = self._places[-1]

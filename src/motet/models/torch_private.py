@@ -15,6 +15,10 @@ __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 READ_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
 COPY_TO: Any = torch.ops.aten._to_copy.default
 GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm.default
+_CPU_FLASH_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_CUDA_FLASH_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+_CUDA_FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 
 def is_in_backward() -> bool:
@@ -64,6 +68,40 @@ def softmax_backward(grad: Tensor, probabilities: Tensor) -> Tensor:
 def softmax_or_zeros(scores: Tensor) -> Tensor:
     """Softmax over the last dimension, with zeros where all scores are -inf, as in scaled_dot_product_attention."""
     return torch._safe_softmax(scores, -1)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [R, h, t, D], k and v [R, kv, s, D], an additive mask -> output [R, h, t, D] and log-sum-exp [R, h, t]. A query
+    that sees no key has the output 0 and the log-sum-exp 0. What the kernels of CUDA take is assumed from their
+    sources, and has not run."""
+    if q.is_cuda:
+        output, log_sum_exp, *_ = _CUDA_FLASH_FORWARD(q, k, v, 0.0, is_causal, False, scale=scale)
+    else:
+        output, log_sum_exp = _CPU_FLASH_FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return output, log_sum_exp
+
+
+def flash_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of a block. `results`: the output and the log-sum-exp over all blocks."""
+    known = (grad, *inputs, *results)
+    if grad.is_cuda:
+        unused = torch.empty((), dtype=torch.int64, device=grad.device)  # Random numbers of dropout
+        lengths = None, None, inputs[0].shape[2], inputs[1].shape[2]  # No offsets of rows of other lengths
+        gradients = _CUDA_FLASH_BACKWARD(*known, *lengths, 0.0, is_causal, unused, unused, scale=scale)
+    else:
+        gradients = _CPU_FLASH_BACKWARD(*known, 0.0, is_causal, attn_mask=mask, scale=scale)
+    grad_q, grad_k, grad_v = gradients
+    return grad_q, grad_k, grad_v
 
 
 @cache
