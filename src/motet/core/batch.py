@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -45,16 +45,18 @@ class Batch:
         The classes of rows and the source stay whole: queries from any place attend to the whole encoded source."""
         assert self.places is None, "a batch of whole rows is cut, and no part of it"
         places = self.tokens.new_tensor([place for first, stop in spans for place in range(first, stop)])
-        by_place = {name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")}
-        cut = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
-        rows = {"row_documents": self.documents, "row_tokens": self.tokens.shape[1]}
-        return replace(self, places=places, target_count=None, **rows, **cut)
+        by_place: dict[str, Any] = {
+            name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")
+        }
+        cut: dict[str, Any] = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
+        part = replace(self, places=places, target_count=None, row_tokens=self.tokens.shape[1])
+        return replace(part, row_documents=self.documents, **cut)
 
     def first_tokens(self, rows: int, tokens: int, source_tokens: int) -> Batch:
         """The first tokens of the first rows; a row may have fewer."""
         tensors = {name: t[:rows] for name, t in self.tensors().items()}
         lengths = {name: source_tokens if name.startswith("source") else tokens for name in tensors}
-        cut = {name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()}
+        cut: dict[str, Any] = {name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()}
         return replace(self, target_count=None, **cut)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -66,7 +68,9 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, without its rows. Targets are counted on the host, where nothing waits."""
         count = int(self.weights.count_nonzero()) if self.weights.device.type == "cpu" else self.target_count
-        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"}
+        moved: dict[str, Any] = {
+            name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"
+        }
         return replace(self, target_count=count, **moved)
 
 

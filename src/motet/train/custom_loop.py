@@ -71,16 +71,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     loss is computed from it, or the module is called with it. Without a process group there is one rank."""
     _show_user_errors_as_sentences()
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    check_input(
-        not layout.uses_server_processes,
-        f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
-    )
-    degree = layout.dims.size(CONTEXT_DIMENSION)
-    check_input(
-        degree == 1,
-        f"layout.{CONTEXT_DIMENSION} = {degree} cuts the rows of a batch, whose form only your loop knows; leave it out, "
-        "or train the module as a job with `motet train`",
-    )
+    _refuse_layout(layout)
     settings = ParallelizeSettings(
         layout,
         _optimizer_settings(optimizer, module),
@@ -114,10 +105,24 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     engine = build_engine(
         module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
     )
-    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.dp
+    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.data_ranks
     _prepare_steps(engine, settings.memory.device_limit)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
+
+
+def _refuse_layout(layout: LayoutSettings) -> None:
+    """Refuse a layout that a custom loop cannot have."""
+    check_input(
+        not layout.uses_server_processes,
+        f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
+    )
+    degree = layout.dims.size(CONTEXT_DIMENSION)
+    check_input(
+        degree == 1,
+        f"layout.{CONTEXT_DIMENSION} = {degree} cuts the rows of a batch, whose form only your loop knows; leave it "
+        "out, or use `motet train`",
+    )
 
 
 def _optimizer_settings(

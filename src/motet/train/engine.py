@@ -25,6 +25,7 @@ from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
+from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
 from motet.parallel.layout import Layout
 from motet.parallel.linear import LinearProducts
@@ -393,7 +394,7 @@ def build_engine(
     products = LinearProducts()  # Products of all linear layers that are split or queue weight gradients
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
-        sequences = split(module, plan.model_sharding, plan.dims)
+        sequences, context = split(module, plan.model_sharding, plan.dims), join_context_ranks(layout, step_group)
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
@@ -408,11 +409,9 @@ def build_engine(
         )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters
-    shards = parameters.local_shards(parameters.local_masters).items()
-    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
-    check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
+    _check_shards(parameters, plan, step_group.rank)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
-    make_pipeline = partial(build_pipeline, settings=settings, sequences=sequences, products=products)
+    make_pipeline = partial(build_pipeline, settings=settings, layout=layout, sequences=sequences, products=products)
     engine = TrainingEngine(
         module,
         optimizer,
@@ -422,10 +421,16 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
-        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
-        context=join_context_ranks(layout, step_group),
+        pipeline=make_pipeline(module, plan, parameters, group=step_group),
+        context=context,
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )
     recomputation.roots = module, optimizer, engine.outer_optimizer, engine.pipeline
     return engine
+
+
+def _check_shards(parameters: CompositeDataParallel, plan: StepPlan, rank: int) -> None:
+    shards = parameters.local_shards(parameters.local_masters).items()
+    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
+    check_rank_matches_plan(plan, rank, held_ranges, counted_names=parameters.counted_names)

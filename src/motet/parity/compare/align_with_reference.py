@@ -17,9 +17,9 @@ from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups, same_rows_groups
 from motet.parity.record.activation_parts import (
     ActivationParts,
-    activation_parts,
     cut_part,
     module_of,
+    parts_of_activations,
     put_part,
     without_padding,
 )
@@ -172,7 +172,7 @@ class PlannedRecords:
 
     @cached_property
     def activations(self) -> ActivationParts:
-        return activation_parts(self.plan, self.activation_order, row_tokens=self.row_tokens)
+        return parts_of_activations(self.plan, self.activation_order, row_tokens=self.row_tokens)
 
     def part_of_rows(self, record: RecordedTensor, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part of a tensor of rows that a rank should have; its shape on one device is given. None if not known."""
@@ -330,8 +330,8 @@ def align_tensor(
     for group in by_group:
         _check_each_row_once(reference, group)
     if reference.key.kind == "loss" or placement.how == "sum":
-        groups = planned.adding_groups if planned else groups  # Each rank of these has a summand
-        summands = ([each for each in records if each[0] in ranks] for ranks in groups)
+        adding = planned.adding_groups if planned else groups  # Each rank of these has a summand
+        summands = ([each for each in records if each[0] in ranks] for ranks in adding)
         return [_align_sum(reference, group, planned) for group in filter(None, summands)]
     if planned and planned.adds_up_parts(reference.record):
         return list(_align_sums_of_parts(reference, records, placement, planned=planned))

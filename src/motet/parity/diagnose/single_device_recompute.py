@@ -50,7 +50,9 @@ class SingleDeviceRecompute:
     @cached_property
     def all_microbatches(self) -> int:
         """Micro-batches of all ranks."""
-        return self.layout.sharding.reproducible_batch_size or self.layout.dp * self.layout.sharding.microbatches
+        return (
+            self.layout.sharding.reproducible_batch_size or self.layout.data_ranks * self.layout.sharding.microbatches
+        )
 
     @cached_property
     def state_before_step(self) -> dict[str, Tensor]:

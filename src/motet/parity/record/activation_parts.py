@@ -125,7 +125,8 @@ class ActivationParts:
         if splits is None or any(not -len(shape) <= split.dim < len(shape) for split in splits):
             return None
         spans, padding, place = list(ShardSpec.full(shape).spans), [0] * len(shape), self.dims.coordinates(rank)
-        if along := self.tokens and self.tokens.spans(shape, rank, rows):
+        along = self.tokens.spans(shape, rank, rows) if self.tokens else None
+        if along is not None:
             spans[along[0]] = along[1]
         for split in splits:  # Ranks of tensor parallelism split the part of a row that they all have
             in_part = along is not None and along[0] == split.dim % len(shape)
@@ -151,7 +152,8 @@ class ActivationParts:
     def token_spec(self, rank: int, shape: tuple[int, ...], *, rows: int) -> ShardSpec:
         """The part that a rank has of a tensor of the batch, whose shape in whole rows is given."""
         spans = list(ShardSpec.full(shape).spans)
-        if along := self.tokens and self.tokens.spans(shape, rank, rows):
+        along = self.tokens.spans(shape, rank, rows) if self.tokens else None
+        if along is not None:
             spans[along[0]] = along[1]
         return ShardSpec(shape, tuple(spans))
 
@@ -197,7 +199,7 @@ class ActivationParts:
         return [region for over in dimensions for region in _parallel_regions(c for c in comms if c.over == over)]
 
 
-def activation_parts(plan: StepPlan, order: Mapping[str, int], *, row_tokens: int) -> ActivationParts:
+def parts_of_activations(plan: StepPlan, order: Mapping[str, int], *, row_tokens: int) -> ActivationParts:
     """The parts of a plan's ranks; whole rows have `row_tokens` tokens."""
     is_cut = plan.dims.size(CONTEXT_DIMENSION) > 1
     tokens = TokenParts(plan.dims, plan.context_order, row_tokens) if is_cut else None
