@@ -19,11 +19,14 @@ from step_simulation import StepSimulator, declared_facts, split_facts
 
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.step_plan.check import InvalidStepPlanError, prove_step_plan
+from motet.parallel.step_plan.check_context import CONTEXT_RULES
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.sync_groups import METRIC_REPORTERS
 from motet.precision.recipe import RECIPES
 from parallel.symbolic_execution import RULES_AND_ACTIONS
 
+# The parts of rows and the schedules of keys are no values of a plan: test_attention_in_plan.py plants faults in them.
+CONTEXT_RULE_NAMES = {rule.__name__ for rule in CONTEXT_RULES}
 SEEDS = [range(2), pytest.param(range(10), marks=pytest.mark.proof)]
 assert plan_corruptions.__doc__ and activation_corruptions.__doc__  # Their kinds are in CORRUPTIONS
 
@@ -108,7 +111,7 @@ def test_no_corruption_is_accepted(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("rule", RULES_AND_ACTIONS)
+@pytest.mark.parametrize("rule", [rule for rule in RULES_AND_ACTIONS if rule not in CONTEXT_RULE_NAMES])
 def test_without_any_one_rule_a_corruption_is_accepted(rule: str, seeds: range) -> None:
     missed = Counter(case.kind for case in cases(seeds) if set(case.said) == {rule} and not case.is_equal)
     sys.stdout.write(f"without {rule}: {dict(missed)}\n")

@@ -4,10 +4,12 @@ The costs of splitting layers beyond what it saves: warnings before training, an
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from motet.cluster.cluster import Cluster
 from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_duration
+from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.layout import Layout, parse_stages
@@ -26,6 +28,7 @@ from motet.parallel.roles_of_tensors import (
     repeated_products,
     tensor_roles,
 )
+from motet.parallel.step_plan.attention_traffic import attention_of_spec
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
 from motet.parallel.step_plan.traffic import activation_collectives, traffic_between_hosts
 from motet.train.job import Job, batch_shape
@@ -35,7 +38,11 @@ from motet.train.proof.proof_cache import keep_proof_of_job, read_proof_of_job
 def step_plan_of_job(
     job: Job, layout: Layout, inventory: ModelInventory | None = None, *, model_sharding: ModelSharding | None = None
 ) -> StepPlan:
-    """The plan of a model with known sizes; by default all parameters are trained, and none is split."""
+    """The plan of a model with known sizes; by default all parameters are trained, and none is split. Without a proof,
+    its calls of attention follow from the sizes."""
+    model_sharding = model_sharding or ModelSharding()
+    if layout.cp > 1 and not model_sharding.attention and not isinstance(job.model, UserModuleSettings):
+        model_sharding = replace(model_sharding, attention=attention_of_spec(spec_from_settings(job.model)))
     return make_step_plan(
         inventory or inventory_of_spec(spec_from_settings(job.model)),
         layout,

@@ -12,6 +12,7 @@ from typing import Any
 
 from motet.cli.job_arguments import load_job_or_config
 from motet.cli.output import OutputLine, log, print_lines, table_lines
+from motet.cli.show.attention_output import attention_lines, attention_report, attention_sentence
 from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import check_input
@@ -23,7 +24,7 @@ from motet.parallel.data_parallel.comm_units import SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.data_parallel.zero import MOMENTS, CommUnitAction, UnitSchedule, sharded_states
 from motet.parallel.layout import Layout, parse_layout, resolve_dims
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ShardRule
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TENSOR_DIMENSION, ShardRule
 from motet.parallel.pipeline.border_bytes import border_traffic, sends_slices, sent_bytes_by_place
 from motet.parallel.rank_placement import group_links, rank_groups, rank_places
 from motet.parallel.roles_of_tensors import TensorRole, tensor_roles
@@ -271,7 +272,8 @@ def _show_plan(job: Job, layout: Layout, *, cluster: str | None, roles: bool, js
     elif placement:
         print_lines(f"{job.name}, layout '{layout}'", *placement_lines(placement), "", *_sentences(report))
     else:
-        print_lines(*_rank_lines(report), "", *_action_lines(report), "")
+        attention = [*attention_lines(report["attention"]), ""] if report["attention"] else []
+        print_lines(*_rank_lines(report), "", *_action_lines(report), "", *attention)
         stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
@@ -297,14 +299,18 @@ def _plan_report(plan: StepPlan, layout: Layout, job: Job) -> dict[str, Any]:
         if max(len(ranks) for each in plan.groups for ranks in each.group.sum_groups) <= MAX_PROVEN_RANKS
         else None,
         "sent_activation_bytes_of_first_rank": vars(sent_activation_bytes(plan, shape, recipe, rank=0)),
+        "attention": attention_report(job, plan, shape),
         "ranks": [
             {
                 "rank": rank,
                 "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.dims.ranks).values()),
                 **places.bytes_of(rank % plan.dims.ranks),
                 "rows": [[part.start, part.stop] for part in parts],
+                "places": plan.context_partition(shape.length).spans(coordinates.get(CONTEXT_DIMENSION, 0)),
             }
-            for rank, parts in ((rank, plan.rows_by_rank[rank]) for rank in ranks)
+            for rank, parts, coordinates in (
+                (rank, plan.rows_by_rank[rank], plan.dims.coordinates(rank % plan.dims.ranks)) for rank in ranks
+            )
         ],
         "ranks_left_out": len(plan.rows_by_rank) - len(ranks),
     }
@@ -395,12 +401,15 @@ def _rank_lines(report: dict[str, Any]) -> Iterator[OutputLine]:
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         parts = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
         sizes = [format_bytes(rank[f"{place}_bytes"]) for place in ("state", *places)]
-        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", *sizes, parts))
+        tokens = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["places"])
+        shown = [tokens] if report["attention"] else []
+        rows.append((str(rank["rank"]), f"{rank['updated_elements']:,}", *sizes, parts, *shown))
     more = len(report["ranks"][_MAX_SHOWN_RANKS:]) + report["ranks_left_out"]
     if more:
-        rows.append(("...", "", "", *("" for _ in places), f"{more} more"))
+        rows.append(("...", "", "", *("" for _ in places), f"{more} more", *[""] * bool(report["attention"])))
     kept = ("keeps on device" if places else "keeps", *(f"on {place}" for place in places))
-    header = ("rank", "updates", *kept, "rows of the batch, by micro-batch")
+    split = ["tokens of each row"] if report["attention"] else []
+    header = ("rank", "updates", *kept, "rows of the batch, by micro-batch", *split)
     yield from table_lines(rows, header=header, right=range(3 + len(places)))
 
 
@@ -423,6 +432,8 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         lines.append(f"Rank 0 sends {_format_traffic(sent)} in a step.")
     if any((sent := report["sent_activation_bytes_of_first_rank"]).values()):
         lines.append(f"For activations of split layers it sends {_format_traffic(sent)} as well.")
+    if report["attention"]:
+        lines.append(attention_sentence(report["attention"]))
     first = report["ranks"][0]
     if report["states"] != "device":
         down, up = (format_bytes(first[key]) for key in ("sent_to_host", "sent_to_device"))
@@ -441,10 +452,11 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
     ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)
+    pairs = ", each token of a row by one rank, and the key of each pair reaches the rank with its query"
     lines.append(
         f"Proven: each of {proof['elements']:,} elements of {proof['parameters']} parameters is in one shard of "
         f"{copies}, for whose update {ranks} x {microbatches} add their gradients; each of {proof['rows']} rows is "
-        "read once."
+        f"read once{pairs * bool(report['attention'])}."
     )
     if report["split_proof"]:
         lines.append(f"The split of the model is {report['split_proof']}.")

@@ -31,6 +31,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.data_sharding import DataParallelSharding
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.model_sharding import BOUNDARY_OPERATIONS, BoundaryComm, DimensionSplit, TensorInfo
+from motet.parallel.step_plan.check_context import CONTEXT_RULES
 from motet.parallel.step_plan.check_transfers import transfer_mistakes
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import METRIC_REPORTERS, SyncGroup, reports
@@ -387,6 +388,7 @@ SHARDING_RULES: tuple[Callable[[StepPlan], Iterator[str]], ...] = (
     rows_are_read_once,
     metrics_are_reported_once,
     outer_steps_join_equal_shards,
+    *CONTEXT_RULES,
 )
 
 

@@ -12,6 +12,7 @@ from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, inventory_of_spec
+from motet.parallel.step_plan.attention_traffic import attention_of_spec
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, with_overrides
@@ -59,7 +60,11 @@ def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
     not_split = {TENSOR_DIMENSION: 1, "sp": False, "rules": {}, "require_split": 0.5}
     one_of_them = job.model_copy(update={"layout": job.layout.model_copy(update=not_split)})
     sharding = predicted_stages(job, layout)
-    sharding = replace(sharding, stage_tensors=_tensors_of_two_stages(spec, sharding.stages))
+    sharding = replace(
+        sharding,
+        stage_tensors=_tensors_of_two_stages(spec, sharding.stages),
+        attention=attention_of_spec(spec) if layout.cp > 1 else (),
+    )
     part = one_of_them.layout_for(layout.dims.ranks // degree)
     return step_plan_of_job(one_of_them, part, inventory_of_spec(spec), model_sharding=sharding)
 
