@@ -9,6 +9,7 @@ from dataclasses import replace
 from motet.cluster.cluster import Cluster
 from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_duration
+from motet.memory.policy_choice import fixed_policies
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
@@ -70,6 +71,12 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
         inventory, sharding = sharding_of_job(job, layout)
         keep_proof_of_job(job, layout, inventory=inventory, sharding=sharding)
     return step_plan_of_job(job, layout, inventory, model_sharding=sharding)
+
+
+def recomputed_blocks(job: Job, plan: StepPlan) -> set[int]:
+    """The blocks whose forward a backward computes again."""
+    blocks = 1 + max((tensor.block or 0 for tensor in plan.inventory.tensors), default=0)
+    return {block for block, policy in enumerate(fixed_policies(job.memory, blocks)) if policy != "none"}
 
 
 def predicted_stages(job: Job, layout: Layout) -> ModelSharding:

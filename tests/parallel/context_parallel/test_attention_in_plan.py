@@ -6,9 +6,9 @@ import pytest
 
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
+from motet.parallel.context_parallel.context_bytes import fullest_share
 from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
 from motet.parallel.context_parallel.head_split import HeadSplit
-from motet.parallel.context_parallel.pair_share import fullest_share
 from motet.parallel.context_parallel.ring_schedule import RingSchedule
 from motet.parallel.model_sharding import DimensionSplit, ShardRule
 from motet.parallel.step_plan.attention_traffic import (
