@@ -31,11 +31,11 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
+from motet.models.mode_in_backward import BACKWARDS, backward_in_mode
 from motet.models.torch_private import is_active_mode, is_in_backward, softmax_or_zeros
 from motet.models.user_module import find_blocks
 
@@ -147,8 +147,6 @@ def where_kept(x: Tensor, keep: Tensor) -> Tensor:
     """x, or 0 where it is not kept. Backward keeps only the mask, one byte for each element."""
     return cast(Tensor, _WhereKept.apply(x, keep))  # type: ignore[no-untyped-call]  # untyped in torch
 
-
-_Differentiated = Tensor | GradientEdge | Sequence[Tensor | GradientEdge]
 
 # Set by code that splits activations over ranks. Shapes of rows are without the dimension of rows.
 row_split: ContextVar[RowSplit | None] = ContextVar("row_split", default=None)
@@ -446,25 +444,6 @@ def _multi_head_attention(mode: LayoutInvariantDropoutMode, *args: Any, **kwargs
     return F.multi_head_attention_forward(*args, **kwargs)
 
 
-def _backward(
-    mode: LayoutInvariantDropoutMode,
-    tensors: _Differentiated,
-    grad_tensors: Any = None,
-    *,
-    inputs: Any = None,
-    **more: Any,
-) -> None:
-    """Backward with the mode, which recomputation needs and PyTorch suspends in overridden functions."""
-    grads = more.pop("gradient", grad_tensors)  # The argument's name in `Tensor.backward`
-    with mode:  # Functions of edges alone are not overridden
-        torch.autograd.backward(_edges(tensors), grads, inputs=None if inputs is None else _edges(inputs), **more)
-
-
-def _edges(tensors: _Differentiated) -> list[GradientEdge]:
-    several = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tensors
-    return [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in several]
-
-
 _channel_dropout = partial(_dropout, mask_dims=2)  # [R, C, ...]: all elements of a channel
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
@@ -477,6 +456,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: _multi_head_attention,
     F.alpha_dropout: _alpha_dropout,
     F.feature_alpha_dropout: _alpha_dropout,
-    Tensor.backward: _backward,
-    torch.autograd.backward: _backward,
+    **dict.fromkeys(BACKWARDS, backward_in_mode),
 }

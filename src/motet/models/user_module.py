@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
+from motet.models.arch.attention_core import attention_exchange
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,15 @@ def default_arguments(factory: str) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
+def asks_for_field(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module gets a field of the batch."""
+    return name in inspect.signature(module.forward).parameters
+
+
 def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
     """The logits of a batch, from a forward that gets the fields that it names."""
     signature = inspect.signature(module.forward)
-    names = [name for name in _OPTIONAL_BATCH_FIELDS if name in signature.parameters]
+    names = [name for name in _OPTIONAL_BATCH_FIELDS if asks_for_field(module, name)]
     if not hasattr(module, "loss_sum"):  # a module with a loss may have any forward
         try:
             signature.bind(None, **dict.fromkeys(names))
@@ -165,8 +171,13 @@ def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
 
     def logits(batch: Batch) -> Tensor:
         problem = f"{type(module).__name__}.forward is called on a part of each row, and does not ask for its places"
-        check_input(batch.places is None or "places" in names, f"{problem}; give it an argument `places`")
-        return extract_logits(module(batch.tokens, **{name: getattr(batch, name) for name in names}), module)
+        is_exchanged = attention_exchange.get() is not None
+        is_known = batch.places is None or "places" in names or is_exchanged
+        check_input(is_known, f"{problem}; give it an argument `places`")
+        values = {name: getattr(batch, name) for name in names}
+        if is_exchanged and batch.places is not None and "positions" in names and batch.positions is None:
+            values["positions"] = batch.places.expand_as(batch.tokens)
+        return extract_logits(module(batch.tokens, **values), module)
 
     return logits
 

@@ -18,13 +18,21 @@ from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import stderr_console
+from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.layout import Layout
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelInventory, ModelSharding
+from motet.parallel.model_sharding import (
+    CONTEXT_DIMENSION,
+    PIPELINE_DIMENSION,
+    TENSOR_DIMENSION,
+    ModelInventory,
+    ModelSharding,
+)
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_balance import BlockCosts, check_stages, costs_of_spec
 from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.pipeline.stages.stage_proposal import cut_stages, propose_stages, with_wire_dtypes
 from motet.parallel.process.process_group import RankGroup, broadcast_text, refuse_together
+from motet.parallel.proof.context_proof import prove_context
 from motet.parallel.proof.proof_values import random_values
 from motet.parallel.proof.twin_match import TwinMismatchError
 from motet.parallel.proof.twin_transfer import TwinTransfer
@@ -38,10 +46,12 @@ from motet.parallel.tensor_parallel.sharding_proposal import (
 )
 from motet.train.job import Job, batch_shape
 from motet.train.optimizer.module_plan import model_inventory
+from motet.train.proof.context_batches import context_examples, window_examples
 from motet.train.proof.module_key import proof_key
 from motet.train.proof.proof_cache import EARLIER_RUN, StoredProof, open_proof_cache
 from motet.train.proof.twin_of_job import (
     Twin,
+    attention_of_job,
     check_memory_of_proof,
     layouts_of_twins,
     make_narrow_twin,
@@ -55,8 +65,8 @@ _MODEL_SHARDING = TypeAdapter(ModelSharding)
 
 
 def sharding_on_ranks(propose: Callable[[], ModelSharding], group: RankGroup, dims: ParallelDims) -> ModelSharding:
-    """Give all ranks the split that the first one proposes, if they split layers or blocks."""
-    if not splits_layers(dims) and dims.size(PIPELINE_DIMENSION) == 1:
+    """Give all ranks the split that the first one proposes, if they split layers, blocks or rows."""
+    if dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION, CONTEXT_DIMENSION) == 1:
         return ModelSharding()
     problem, sharding = "", ModelSharding()
     try:
@@ -150,12 +160,14 @@ def _proof_settings(job: Job, layout: Layout) -> list[object]:
         (job.data.objective, job.data.sequence_length, min(_PROOF_ROWS, job.data.batch_sequences)),
         (precision.master, precision.compute),
         _stage_ranks(layout) if layout.dims.size(PIPELINE_DIMENSION) > 1 else (),
+        (layout.dims.size(CONTEXT_DIMENSION) > 1, job.data.restart_documents),
     ]
 
 
 def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[ModelSharding, int]:
     """The split that is proven on a smaller twin, and the result of the twin's check on tokens."""
     full, stages, stage_ranks = trace_of_job(job, model), tuple[range, ...](), tuple[int, ...]()
+    observe = partial(attention_of_job, job, model)
     if layout.dims.size(PIPELINE_DIMENSION) > 1:
         stage_ranks = _stage_ranks(layout)
         stages = cut_stages(full.module, full.blocks, len(stage_ranks), cuts=job.layout.stages, costs=_costs(job))
@@ -164,17 +176,23 @@ def _sharding_by_twin(job: Job, model: TrainableModel, layout: Layout) -> tuple[
     for twin_layout in layouts_of_twins(job, full, layout):
         try:
             twin = make_twin(job, full, twin_layout, stages=stages, full_degree=degree)
-            return _sharding_of_twin(twin, degree, stages=stages, stage_ranks=stage_ranks)
+            return _sharding_of_twin(twin, degree, observe, stages=stages, stage_ranks=stage_ranks)
         except TwinMismatchError as mismatch:
             problem = mismatch
     twin = make_narrow_twin(job, full, layout, stages=stages, reason=str(problem))
-    return _sharding_of_twin(twin, degree, stages=stages, stage_ranks=stage_ranks)
+    return _sharding_of_twin(twin, degree, observe, stages=stages, stage_ranks=stage_ranks)
 
 
 def _sharding_of_twin(
-    twin: Twin, degree: int, *, stages: Sequence[range], stage_ranks: Sequence[int]
+    twin: Twin,
+    degree: int,
+    observe: Callable[[int], tuple[AttentionCall, ...]],
+    *,
+    stages: Sequence[range],
+    stage_ranks: Sequence[int],
 ) -> tuple[ModelSharding, int]:
-    """The split of a model over `degree` ranks, from that of its twin, which is proven here; and the check's result."""
+    """The split of a model over `degree` ranks, from that of its twin, which is proven here; and the check's result,
+    with which `observe` gives the calls of attention of the model itself."""
     check, data = _CheckOnTokens(twin.model), RandomBatches(twin.job, twin.model)
     checked = replace(twin.model, check_on_tokens=check.run)
     with one_thread():
@@ -185,7 +203,8 @@ def _sharding_of_twin(
                 raise
             proven = _proven(twin.job, checked, data, layout=twin.layout, cuts=twin.stages)
     twin_degree = twin.layout.dims.size(TENSOR_DIMENSION)
-    sharding = TwinTransfer(twin.match, proven, degree, twin_degree).sharding(stages, stage_ranks)
+    attention = observe(check.way) if proven.attention else ()
+    sharding = TwinTransfer(twin.match, proven, degree, twin_degree, attention).sharding(stages, stage_ranks)
     return replace(sharding, proof=twin.description), check.way
 
 
@@ -231,9 +250,30 @@ def _proven(
     if splits_layers(layout.dims):
         sharding = propose_sharding(module, examples, layout.dims, splits_sequence=settings.sp, rules=settings.rules)
         sharding = with_activation_sizes(sharding, module, model.loss_sum, batch=batch)
+    if layout.dims.size(CONTEXT_DIMENSION) > 1:
+        sharding = replace(sharding, attention=_proven_attention(job, model, batch, layout=layout))
     if layout.dims.size(PIPELINE_DIMENSION) == 1:
         return sharding
     return _with_stages(job, model, batch, sharding=sharding, layout=layout, cuts=cuts)
+
+
+def _proven_attention(job: Job, model: TrainableModel, batch: Batch, *, layout: Layout) -> tuple[AttentionCall, ...]:
+    """The calls of attention of a model whose tokens meet nowhere else."""
+    packs = job.data.restart_documents and job.data.objective != "classify"
+    prove = partial(
+        prove_context,
+        model.module,
+        model.loss_sum,
+        ranks=layout.dims.size(CONTEXT_DIMENSION),
+        separates_documents=model.separates_documents,
+        prepare=model.check_on_tokens,
+    )
+    last = min(job.data.sequence_length, model.context or job.data.sequence_length) - 1
+    knows = packs or not isinstance(job.model, UserModuleSettings) or job.model.hf_path is not None
+    calls = prove(context_examples(batch, packs=packs, last_position=last, knows_documents=knows))
+    if longer := window_examples(batch, calls, packs=packs):
+        prove(longer)
+    return calls
 
 
 def _with_stages(

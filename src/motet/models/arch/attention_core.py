@@ -49,8 +49,13 @@ attention_exchange: ContextVar[AttentionExchange | None] = ContextVar("attention
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
     """q [R, h, T, D], k [R, kv, S, D], v [R, kv, S, Dv] -> [R, h, T, Dv]. kv divides h."""
     exchange = attention_exchange.get()
-    compute = _attend_locally if exchange is None else exchange.attend
-    return compute(q, k, v, mask=mask, options=options)
+    if exchange is None:
+        return _attend_locally(q, k, v, mask=mask, options=options)
+    running = attention_exchange.set(None)  # Attention that the exchange itself calls is that of this rank alone
+    try:
+        return exchange.attend(q, k, v, mask=mask, options=options)
+    finally:
+        attention_exchange.reset(running)
 
 
 def dot_product_attention(

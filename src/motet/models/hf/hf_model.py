@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
+from motet.models.arch.attention_core import attention_exchange
+from motet.models.arch.attention_marker import mask_marker
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.arch.loss import gather_whole_logits
 from motet.models.hf.hf_config import read_config
@@ -205,7 +207,8 @@ def make_logits_function(
         )
         return logits_by_document(batch, call, has_encoder)
 
-    ways = [in_packed_rows, one_by_one] if _takes_packed_rows(module, checkpoint) else [one_by_one]
+    why_whole = _why_whole_rows(module, checkpoint)
+    ways = [one_by_one] if why_whole else [in_packed_rows, one_by_one]
     ways = [] if checkpoint.kind == "classify" else ways
     with_documents: Callable[[Batch], Tensor] | None = None
 
@@ -222,9 +225,7 @@ def make_logits_function(
     def logits(batch: Batch) -> Tensor:
         if context is not None:
             check_sequence_length(batch.tokens, context, "model.arguments.max_position_embeddings")
-        takes_places = with_documents is in_packed_rows and not has_encoder
-        part = f"a {config.model_type} computes whole rows only, and got {batch.tokens.shape[1]} tokens of each"
-        check_input(batch.places is None or takes_places, f"{part}; give it whole rows")
+        _check_part(batch, checkpoint, why_whole, takes_places=with_documents is in_packed_rows and not has_encoder)
         if batch.documents is None:
             return in_packed_rows(batch)
         if with_documents is None:
@@ -233,6 +234,16 @@ def make_logits_function(
         return with_documents(batch)
 
     return logits, check_on_tokens, set_way
+
+
+def _check_part(batch: Batch, checkpoint: HuggingFaceCheckpoint, why_whole: str, *, takes_places: bool) -> None:
+    """Refuse a part of each row for a model that does not take the places of tokens."""
+    is_encoder_decoder = checkpoint.kind == "encoder-decoder"
+    reason = "it is an encoder-decoder" if is_encoder_decoder else why_whole or "no mask separates its documents"
+    problem = f"a {checkpoint.config.model_type} computes whole rows only ({reason})"
+    check_input(takes_places or attention_exchange.get() is None, problem)
+    problem += f", and got {batch.tokens.shape[1]} tokens of each; give it whole rows"
+    check_input(takes_places or batch.places is None, problem)
 
 
 def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
@@ -245,12 +256,16 @@ def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
 
 
 def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
-    mask, dtype, documents = None, next(module.parameters()).dtype, batch.documents
-    is_causal = checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False)
+    mask, config, documents = None, checkpoint.config, batch.documents
+    is_causal = checkpoint.kind == "causal" or getattr(config, "is_decoder", False)
+    is_exchanged = attention_exchange.get() is not None
     # Without a mask, a model takes a gap in the positions for the start of another document.
-    if is_causal and not (documents is None and batch.places is None):
-        mask = _causal_masks(checkpoint.config, batch, dtype=dtype)
+    if is_causal and (is_exchanged or documents is not None or batch.places is not None):
+        mask = _causal_masks(config, batch, dtype=next(module.parameters()).dtype, marked=is_exchanged)
+    elif is_exchanged:
+        mask = mask_marker(causal=False, window=None, device=batch.tokens.device)
     elif documents is not None:
+        dtype = next(module.parameters()).dtype
         mask = _dense(bidirectional_mask(documents, documents), batch.tokens, batch.tokens, dtype=dtype)
     positions = batch.positions
     if positions is None and batch.places is not None:
@@ -258,27 +273,38 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
     return {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
 
 
-def _takes_packed_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> bool:
-    """Whether documents of one row may be separated by a mask [R, 1, T, T] and positions that restart.
-    Not with states that pass from token to token, ALiBi, or positions of the model's own."""
+def _why_whole_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> str:
+    """Why neither a mask [R, 1, T, T] and positions that restart separate documents of one row, nor a part of a row can
+    be computed: states that pass from token to token, ALiBi, or positions of the model's own. Empty if they can."""
     config, accepted = checkpoint.config, inspect.signature(module.forward).parameters.keys()
-    if checkpoint.kind == "encoder-decoder":
-        return hasattr(config, "relative_attention_num_buckets")  # positions as differences need no restart
-    is_recurrent = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
-    has_known_layers = set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES
-    has_positions = "position_ids" in accepted and not getattr(config, "alibi", False)
-    return has_positions and "attention_mask" in accepted and has_known_layers and not is_recurrent
+    if checkpoint.kind == "encoder-decoder":  # Positions as differences need no restart
+        is_relative = hasattr(config, "relative_attention_num_buckets")
+        return "" if is_relative else "its positions are absolute, and not an argument"
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    reasons = {
+        "it takes no position_ids": "position_ids" not in accepted,
+        "it takes no attention_mask": "attention_mask" not in accepted,
+        "it has ALiBi": bool(getattr(config, "alibi", False)),
+        f"it has layers of the kind {', '.join(sorted(kinds))}": bool(kinds),
+        "it has convolutions over tokens": any(isinstance(layer, nn.Conv1d) for layer in module.modules()),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def _causal_masks(config: Any, batch: Batch, *, dtype: torch.dtype) -> Any:
-    """A mask, or one for each kind of layer."""
+def _causal_masks(config: Any, batch: Batch, *, dtype: torch.dtype, marked: bool) -> Any:
+    """A mask, or one for each kind of layer; dense, or markers."""
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    values = {kind: causal_mask(batch.documents, batch.places, windows[kind]) for kind in kinds}
-    masks = {kind: _dense(mask, batch.tokens, batch.tokens, dtype=dtype) for kind, mask in values.items()}
+    masks: dict[str, Tensor | None] = {}
+    for kind in kinds:
+        if marked:
+            masks[kind] = mask_marker(causal=True, window=windows[kind], device=batch.tokens.device)
+        else:
+            mask = causal_mask(batch.documents, batch.places, windows[kind])
+            masks[kind] = _dense(mask, batch.tokens, batch.tokens, dtype=dtype)
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 

@@ -73,6 +73,7 @@ class PartProposal:
     # Modules whose calls begin a part of the computation in which activations are split -> their width, and its split
     inner: Mapping[str, tuple[int, DimensionSplit]] = field(default_factory=dict)
     differentiates_inputs: bool = True  # The graph goes on before a copied input; or it begins there
+    adds_results: bool = False  # Results of parts are parts of a sum, such as losses of different tokens
 
 
 class Site(NamedTuple):
@@ -178,7 +179,7 @@ class PartRun(CallObserver):
             raise ProofMismatchError(f"the module's result has another shape on a shard: {sizes}", progress=4)
         for index, (result, whole_result) in enumerate(zip(results, expected, strict=True)):
             if result.requires_grad:
-                gradient = self.piece_of_result(_random_like(whole_result, f"result {index}"))
+                gradient = self.piece_of_result(random_like(whole_result, f"result {index}"))
                 self._roots.append((result, gradient))
 
     def piece_of_result(self, expected: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ class PartRun(CallObserver):
         expected = self.values[site] if self.reference is None else self._expected(site, self.reference)
         if x.requires_grad and (comm.operation != "copy" or self.proposal.differentiates_inputs):
             # The gradient that leaves the operation in backward
-            gradient, is_piece = _random_like(expected, repr(site)), comm.conjugate in _LEAVES_PIECE
+            gradient, is_piece = random_like(expected, repr(site)), comm.conjugate in _LEAVES_PIECE
             self._roots.append((x, self.piece(gradient, comm.dim) if is_piece else self.arrange(gradient, comm.dim)))
         after = self.piece(expected, comm.dim) if comm.operation in _LEAVES_PIECE else self.arrange(expected, comm.dim)
         if not x.requires_grad and (comm.side == "output" or self.proposal.differentiates_inputs):
@@ -314,9 +315,25 @@ class PartRun(CallObserver):
         return pieces.flatten(0, 2)
 
 
-def _random_like(tensor: Tensor, name: str) -> Tensor:
+def random_like(tensor: Tensor, name: str) -> Tensor:
+    """Random values in the shape of a tensor, equal for equal names."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+
+
+@contextmanager
+def explain_failing_part(run: PartRun) -> Iterator[None]:
+    """Turn errors of a module inside of a run into a ProofMismatchError that names its line."""
+    try:
+        yield
+    except ProofMismatchError as error:
+        error.module = error.module or run.passed
+        raise
+    except Exception as error:  # a module may raise anything when its tensors have other shapes
+        line = failing_line(error)
+        where = f" at {line.place}, in `{line.text}`" if line else ""
+        problem = f"the forward of a shard fails{where} ({text_of_failure(error)})"
+        raise ProofMismatchError(problem, module=run.passed, line=line) from error
 
 
 @dataclass
@@ -386,17 +403,8 @@ class PartProof:
                 return self.forwards[index]()
 
         run = PartRun(modules, proposal, ranks=self.ranks, rank=rank, reference=reference, rows=self.rows)
-        try:
-            with self.repeatable(), self._local_values(proposal, rank):
-                run.run(forward, lambda: dict(self.module.named_parameters()), stop_after=stop_after)
-        except ProofMismatchError as error:
-            error.module = error.module or run.passed
-            raise
-        except Exception as error:  # a module may raise anything when its tensors have other shapes
-            line = failing_line(error)
-            where = f" at {line.place}, in `{line.text}`" if line else ""
-            problem = f"the forward of a shard fails{where} ({text_of_failure(error)})"
-            raise ProofMismatchError(problem, module=run.passed, line=line) from error
+        with explain_failing_part(run), self.repeatable(), self._local_values(proposal, rank):
+            run.run(forward, lambda: dict(self.module.named_parameters()), stop_after=stop_after)
         return run
 
     @contextmanager
@@ -456,6 +464,15 @@ def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
             if BEFORE[comm.operation] == "piece":
                 part, whole_value = run.without_padding(part, expected, comm.dim)
             check(part, whole_value, f"{site.noun} differs on a shard", progress=2)
+    _compare_results(runs, reference)
+
+
+def _compare_results(runs: Sequence[PartRun], reference: PartRun) -> None:
+    if reference.proposal.adds_results:
+        for index, expected in enumerate(reference.results):
+            total = sum_of(run.results[index] for run in runs)
+            check_close(total, expected, "the losses of parts do not add up to that of the whole", progress=4)
+        return
     for run in runs:
         for result, expected in zip(run.results, reference.results, strict=True):
             problem, parts = "the module's result depends on something that a shard changes", (result, expected)

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 from motet.core.errors import InputError
+from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.model_sharding import (
     LOSS,
     TENSOR_DIMENSION,
@@ -39,6 +40,7 @@ class TwinTransfer:
     proven: ModelSharding
     degree: int
     twin_degree: int  # Ranks over which the twin is split, which may be fewer
+    attention: tuple[AttentionCall, ...] = ()  # Calls of attention of the model itself, whose rows ranks split
 
     def sharding(self, stages: Sequence[range] = (), stage_ranks: Sequence[int] = ()) -> ModelSharding:
         """The sharding of the model, with these stages."""
@@ -50,6 +52,7 @@ class TwinTransfer:
             activations=tuple(self._activations()),
             head_tensors=self.proven.head_tensors,
             unsplit_streams=tuple(self._unsplit_streams()),
+            attention=self._attention(),
         )
         if not stages:
             return split
@@ -63,6 +66,15 @@ class TwinTransfer:
             block_names=tuple(blocks),
             block_outputs=tuple(self._block_output(block) for block in blocks),
         )
+
+    def _attention(self) -> tuple[AttentionCall, ...]:
+        """The calls of the model, each of which a call of the twin stands for."""
+        for call in self.attention:
+            twin_name = self.match.name_in_twin(call.module)
+            kinds = {(each.causal, each.window is None) for each in self.proven.attention if each.module == twin_name}
+            if (call.causal, call.window is None) not in kinds:
+                raise TwinMismatchError(f"{twin_name} of the smaller model attends in another way than {call.module}")
+        return self.attention
 
     # --- tensor parallelism --------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from motet.cluster.host_limits import read_memory_limits
+from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.models.build import TrainableModel, build_trainable_model
@@ -28,8 +29,10 @@ from motet.models.spec.shrink import SmallSizes
 from motet.models.trace.model_trace import OperatorRecorder, build_on_meta, explain_failures, run_recorded
 from motet.models.trace.record_reader import BatchSize
 from motet.models.user_module import default_arguments, find_blocks, named_blocks
+from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.layout import Layout
-from motet.parallel.model_sharding import TENSOR_DIMENSION
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, TENSOR_DIMENSION
+from motet.parallel.proof.context_proof import AttentionObserver
 from motet.parallel.proof.module_calls import record_calls
 from motet.parallel.proof.narrow_module import (
     blocks_to_keep,
@@ -41,6 +44,7 @@ from motet.parallel.proof.narrow_module import (
 from motet.parallel.proof.proof_values import LARGE_MODEL
 from motet.parallel.proof.twin_match import TracedModule, TwinMatch, TwinMismatchError
 from motet.train.job import Job
+from motet.train.proof.context_batches import TWIN_WINDOW
 
 _BLOCKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 24)  # Blocks of a twin, which is the smallest that has all kinds
 _ROWS, _TOKENS, _SOURCE_TOKENS = 3, 13, 11  # Sizes of the forward in which twin and model are compared
@@ -105,6 +109,7 @@ def make_twin(
         units_per_rank=2,
         head_dim=_HEAD_DIM,
         entries=max(_ENTRIES, 5 * degree),
+        window=TWIN_WINDOW if layout.dims.size(CONTEXT_DIMENSION) > 1 else None,
         avoided=kept.union(_TRACE_SIZES),
     )
     for blocks in _BLOCKS:
@@ -173,18 +178,40 @@ def _build(job: Job, *, on_meta: bool) -> TrainableModel:
 def trace_of_job(job: Job, model: TrainableModel) -> TracedModule:
     """A forward of a job's model without memory. A model whose parameters have values is made again without."""
     try:
-        if any(not parameter.is_meta for parameter in model.module.parameters()):
-            model = build_on_meta(job.model, getattr(torch, job.precision.resolved.master))
-        source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
-        size, recorder = (
-            BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source),
-            OperatorRecorder(model.module),
-        )
-        with explain_failures("it cannot run without memory"):
-            run_recorded(model, size, recorder, objective=job.data.objective)
+        model = _without_memory(job, model)
+        return TracedModule(model.module, _run_without_memory(job, model))
     except InputError as error:
         raise TwinMismatchError(str(error)) from error
-    return TracedModule(model.module, recorder)
+
+
+def attention_of_job(job: Job, model: TrainableModel, way: int) -> tuple[AttentionCall, ...]:
+    """The calls of attention in such a forward; `way` is the result of the model's check on tokens."""
+    try:
+        model = _without_memory(job, model)
+        model.use_check(way)
+        observer = AttentionObserver(model.module)
+
+        def loss_sum(batch: Batch) -> Tensor:
+            with observer.observing():
+                return model.loss_sum(batch)
+
+        _run_without_memory(job, replace(model, loss_sum=loss_sum))
+    except InputError as error:
+        raise TwinMismatchError(str(error)) from error
+    return tuple(observer.attention_calls)
+
+
+def _without_memory(job: Job, model: TrainableModel) -> TrainableModel:
+    if any(not parameter.is_meta for parameter in model.module.parameters()):
+        return build_on_meta(job.model, getattr(torch, job.precision.resolved.master))
+    return model
+
+
+def _run_without_memory(job: Job, model: TrainableModel) -> OperatorRecorder:
+    source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
+    size = BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source)
+    with explain_failures("it cannot run without memory"):
+        return run_recorded(model, size, OperatorRecorder(model.module), objective=job.data.objective)
 
 
 # Values, gradients of the whole and of its parts, and the parts themselves, in float64 (measured: 35 for GPT-2).

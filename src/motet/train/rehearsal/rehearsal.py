@@ -38,7 +38,7 @@ from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import BACKEND
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.layout import Layout
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
@@ -46,7 +46,6 @@ from motet.parallel.process.process_group import RankGroup, default_rank_group, 
 from motet.parallel.step_plan.attention_traffic import attention_comms
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import activation_collectives
-from motet.parallel.tensor_parallel.sharding_proposal import splits_layers
 from motet.parallel.torch_private import fake_process_group, kernels_of_cpu_on_meta, message_of_call
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.build import build_job_engine, precision_context
@@ -316,7 +315,7 @@ def prepare_rehearsal(job: Job, ranks: int, recorder: PhaseRecorder) -> JobToReh
         if job.data.objective == "classify" and classes and model.num_classes is not None:
             check_classes(classes, model.num_classes, "model.classes")
     sharding, ways = ModelSharding(), list[int]()
-    if splits_layers(layout.dims) or layout.dims.size(PIPELINE_DIMENSION) > 1:
+    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION, CONTEXT_DIMENSION) > 1:
         with recorder.phase("proof"):
             check = partial(_recorded_check, model, ways)
             proven = replace(model, check_on_tokens=check, use_check=ways.append)  # A twin of the model has its own
