@@ -57,11 +57,12 @@ def step_plan_of_job(
 
 
 def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
-    """The plan of a job whose layers or blocks ranks may split.
+    """The plan of a job whose layers, blocks or rows ranks may split.
 
     The split is proven on the job's module, with torch, unless an earlier run with the same job has kept the proof.
     """
-    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1:
+    has_known_calls = layout.cp == 1 or not isinstance(job.model, UserModuleSettings)
+    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1 and has_known_calls:
         return step_plan_of_job(job, layout)
     if (known := read_proof_of_job(job, layout)) is not None:
         inventory, sharding = known
