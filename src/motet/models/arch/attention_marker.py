@@ -19,11 +19,11 @@ _markers = dict[int, AttentionMask]()  # Storage of a marker -> the mask that it
 
 
 @cache
-def mask_marker(*, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """A mask [1, 1, 1, 1] that stands for one by places, and for documents that the exchange knows.
-    It is of truth values, which FSDP does not cast."""
+def mask_marker(*, causal: bool, device: torch.device) -> Tensor:
+    """A mask [1, 1, 1, 1] that stands for one by places, and for documents that the exchange knows. Code that gets it
+    knows the window. It is of truth values, which FSDP does not cast."""
     marker = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-    _markers[storage_key(marker)] = AttentionMask(causal=causal, window=window)
+    _markers[storage_key(marker)] = AttentionMask(causal=causal)
     return marker
 
 

@@ -19,7 +19,7 @@ from motet.models.arch.attention_mask import AttentionMask
 
 _NAME = "motet"
 _TENSORS = ("query", "key", "value", "attention_mask")
-_WITHOUT_EFFECT = {"position_ids", "cache_position"}  # Attention functions read them for packed rows and caches alone
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache"}  # They are about packed rows and caches
 
 
 @cache

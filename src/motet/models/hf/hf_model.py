@@ -258,14 +258,13 @@ def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
 def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
     mask, config, documents = None, checkpoint.config, batch.documents
     is_causal = checkpoint.kind == "causal" or getattr(config, "is_decoder", False)
-    is_exchanged = attention_exchange.get() is not None
+    dtype = next(module.parameters()).dtype
+    if attention_exchange.get() is not None:
+        mask = mask_marker(causal=is_causal, device=batch.tokens.device)
     # Without a mask, a model takes a gap in the positions for the start of another document.
-    if is_causal and (is_exchanged or documents is not None or batch.places is not None):
-        mask = _causal_masks(config, batch, dtype=next(module.parameters()).dtype, marked=is_exchanged)
-    elif is_exchanged:
-        mask = mask_marker(causal=False, window=None, device=batch.tokens.device)
+    elif is_causal and not (documents is None and batch.places is None):
+        mask = _causal_masks(config, batch, dtype=dtype)
     elif documents is not None:
-        dtype = next(module.parameters()).dtype
         mask = _dense(bidirectional_mask(documents, documents), batch.tokens, batch.tokens, dtype=dtype)
     positions = batch.positions
     if positions is None and batch.places is not None:
@@ -294,17 +293,12 @@ def _why_whole_rows(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> str
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def _causal_masks(config: Any, batch: Batch, *, dtype: torch.dtype, marked: bool) -> Any:
-    """A mask, or one for each kind of layer; dense, or markers."""
+def _causal_masks(config: Any, batch: Batch, *, dtype: torch.dtype) -> Any:
+    """A mask, or one for each kind of layer."""
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    masks: dict[str, Tensor | None] = {}
-    for kind in kinds:
-        if marked:
-            masks[kind] = mask_marker(causal=True, window=windows[kind], device=batch.tokens.device)
-        else:
-            mask = causal_mask(batch.documents, batch.places, windows[kind])
-            masks[kind] = _dense(mask, batch.tokens, batch.tokens, dtype=dtype)
+    values = {kind: causal_mask(batch.documents, batch.places, windows[kind]) for kind in kinds}
+    masks = {kind: _dense(mask, batch.tokens, batch.tokens, dtype=dtype) for kind, mask in values.items()}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 

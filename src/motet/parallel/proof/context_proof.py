@@ -290,7 +290,8 @@ class _ContextProof:
             with inside:
                 return forward()
 
-        with explain_failing_part(run), self._dropout.for_rows(0, batch.rows):
+        part = "the model with motet's attention" if batch.places is None else "a part of a row"
+        with explain_failing_part(run, part), self._dropout.for_rows(0, batch.rows):
             try:
                 run.run(forward_inside, lambda: dict(self.module.named_parameters()))
             except InputError as error:  # A seam refuses the call of a module

@@ -322,7 +322,7 @@ def random_like(tensor: Tensor, name: str) -> Tensor:
 
 
 @contextmanager
-def explain_failing_part(run: PartRun) -> Iterator[None]:
+def explain_failing_part(run: PartRun, part: str = "a shard") -> Iterator[None]:
     """Turn errors of a module inside of a run into a ProofMismatchError that names its line."""
     try:
         yield
@@ -332,7 +332,7 @@ def explain_failing_part(run: PartRun) -> Iterator[None]:
     except Exception as error:  # a module may raise anything when its tensors have other shapes
         line = failing_line(error)
         where = f" at {line.place}, in `{line.text}`" if line else ""
-        problem = f"the forward of a shard fails{where} ({text_of_failure(error)})"
+        problem = f"the forward of {part} fails{where} ({text_of_failure(error)})"
         raise ProofMismatchError(problem, module=run.passed, line=line) from error
 
 
