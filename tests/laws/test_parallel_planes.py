@@ -17,6 +17,8 @@ OWNERS = {
         "parallel/model_sharding.py",  # dimensions over which tensors are split, and gradients partial
         "parallel/sync_groups.py",  # ranks that add gradients
         "parallel/step_plan/check.py",  # derives them again, by a definition of its own
+        "parallel/context_parallel/context_checks.py",  # refusals of its setting
+        "parallel/context_parallel/context_step.py",  # whether each row is computed by one rank
         "train/config_rules.py",  # settings that have no effect without a dimension
         "cli/show/layout_report.py",  # whether the words of a layout say its size
         "parity/diagnose/mismatch_evidence.py",  # the word for a factor in a message
@@ -28,6 +30,7 @@ OWNERS = {
         "parallel/data_parallel/composite.py",  # of `plan.group.sum_groups`
         "parallel/data_parallel/communication/shard_replica_mesh.py",
         "parallel/local_sgd/outer_optimizer.py",  # of independent replicas
+        "parallel/context_parallel/context_step.py",  # of ranks that share rows
         "parallel/process/process_group.py",
         "parallel/tensor_parallel/sharded_module.py",  # of ranks that split layers
         "train/engine.py",  # of `module_part_groups`

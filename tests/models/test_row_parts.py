@@ -16,7 +16,8 @@ from motet.core.errors import InputError
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.build import TrainableModel
 from motet.models.user_module import make_logits_function
-from motet.parallel.data_parallel.data_sharding import MicroBatchRows
+from motet.parallel.context_parallel.context_partition import ContextPartition
+from motet.parallel.data_parallel.data_sharding import MicroBatchRows, RowPart
 from motet.precision.float64_mode import use_float64
 from motet.train import step
 from motet.train.engine import TrainingEngine
@@ -52,8 +53,9 @@ def test_parts_of_a_batch_put_together_are_the_batch() -> None:
             for column, place in enumerate(at):
                 joined[:, place] = getattr(part, name)[:, column]
         assert torch.equal(joined, getattr(batch, name)), name
-    for name in {field.name for field in fields(Batch)} - {*BY_PLACE, "places"}:
+    for name in {field.name for field in fields(Batch)} - {*BY_PLACE, "places", "row_tokens", "row_documents"}:
         assert all(getattr(part, name) is getattr(batch, name) for part in parts), name
+    assert all(part.row_documents is batch.documents and part.row_tokens == LENGTH for part in parts)
 
 
 def test_what_a_row_has_once_is_not_cut() -> None:
@@ -78,6 +80,9 @@ class PartRunner:
     def randomness(self, *_: Any) -> Any:
         return nullcontext()
 
+    def attention_of(self, batch: Batch) -> Any:
+        return nullcontext()
+
     def loss_sum(self, batch: Batch) -> Tensor:
         assert batch.places is not None
         return (batch.targets * batch.weights * (1 + batch.places)).sum()
@@ -88,8 +93,8 @@ def test_losses_and_targets_are_of_the_part_and_tokens_of_the_rows(monkeypatch: 
     runner, results = PartRunner(), []
     layout = cast(Any, SimpleNamespace(sharding=SimpleNamespace(reproducible_batch_size=None)))
     loop = MicroBatchLoop(runner, runner, cast(TrainingEngine, runner), layout, 2)
-    for spans in (OUTER, INNER):
-        part = MicroBatchRows(range(5, 7), spans=spans)
+    for rank in range(2):
+        part = MicroBatchRows(range(5, 7), part=RowPart(lambda tokens: ContextPartition(tokens, 2, "head-tail"), rank))
         monkeypatch.setattr(step, "microbatches_of_rank", lambda *_, part=part: [part])
         results.append(loop.run(0, keep_batches=True))
     batch = whole_rows()

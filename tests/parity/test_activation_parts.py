@@ -8,7 +8,8 @@ from torch import Tensor
 
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parity.record.tensor_recorder import MAX_ROW_NUMEL, ActivationParts, TensorRecorder, cut_part, put_part
+from motet.parity.record.activation_parts import ActivationParts, cut_part, put_part
+from motet.parity.record.tensor_recorder import MAX_ROW_NUMEL, TensorRecorder
 
 EVEN, FUSED = DimensionSplit(-1, "tp"), DimensionSplit(2, "tp", parts=(8, 4, 4), unit=2)
 SHARED, UNEVEN = DimensionSplit(2, "tp", parts=(8, 2), unit=2), DimensionSplit(2, "tp", parts=(7,))
@@ -34,12 +35,12 @@ def test_each_rank_has_its_columns(split: DimensionSplit, length: int, columns: 
     whole = torch.arange(3.0 * 4 * length).view(3, 4, length)
     total = torch.zeros_like(whole)
     for rank in range(4):
-        spec = lies.spec("b.attn.q", rank, (3, 4, length))
+        spec = lies.spec("b.attn.q", rank, (3, 4, length), rows=3)
         assert spec is not None
         own = cut_part(whole, spec)
         assert torch.equal(own, whole[..., columns[rank % 2]])
         local = torch.nn.functional.pad(own, (0, max(map(len, columns)) - own.shape[2]), value=7.0)
-        assert lies.local_spec("b.attn.q", rank, tuple(local.shape)) == spec
+        assert lies.local_spec("b.attn.q", rank, tuple(local.shape), rows=3) == spec
         total += put_part(local, spec) / lies.holders("b.attn.q", (3, 4, length))
     torch.testing.assert_close(total, 2 * whole)  # Both data-parallel ranks
     assert lies.is_shared("b.attn.q") == (split is SHARED)
@@ -61,13 +62,14 @@ def test_entries_hold_for_modules_inside_and_unknown_ones_in_a_region_are_known_
 
 def test_a_split_of_size_one_splits_nothing() -> None:
     lies = parts(ActivationSplit("b.attn.q", "output", (EVEN,)), tp=1)
-    spec, shape = lies.spec("b.attn.q", 1, (3, 4, 6)), (3, 4, 6)
+    spec, shape = lies.spec("b.attn.q", 1, (3, 4, 6), rows=3), (3, 4, 6)
     assert spec is not None and spec.local_shape == shape and spec.numel == prod(shape)
 
 
 def test_the_part_of_another_shape_is_not_known() -> None:
     lies = parts(ActivationSplit("b.attn.q", "output", (FUSED,)))
-    assert lies.local_spec("b.attn.q", 0, (3, 4, 16)) is None and lies.local_spec("b.attn.q", 0, (3,)) is None
+    assert lies.local_spec("b.attn.q", 0, (3, 4, 16), rows=3) is None
+    assert lies.local_spec("b.attn.q", 0, (3,), rows=3) is None
 
 
 def test_sketches_of_parts_add_up() -> None:
@@ -80,6 +82,6 @@ def test_sketches_of_parts_add_up() -> None:
         assert recorder.records[0].is_sketched
         return recorder.records[0].value
 
-    specs = [lies.spec("b.attn.q", rank, shape) for rank in (0, 1)]
+    specs = [lies.spec("b.attn.q", rank, shape, rows=2) for rank in (0, 1)]
     own = [cut_part(whole, spec) for spec in specs if spec]
     torch.testing.assert_close(sketched(own[0], 0) + sketched(own[1], 1), sketched(whole, None))

@@ -61,7 +61,8 @@ PROOF: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicas": (2, ("layout.zero=2", "layout.shard_group=1", "outer.every=2")),
     "compression": (2, ("layout.zero=2", "communication.compress_gradients=int4")),
 }
-EACH = [*CASES, *(pytest.param(name, marks=pytest.mark.proof) for name in PROOF)]
+QUICK = ("one rank", "disk, overlap forward")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.proof) for name in (*CASES, *PROOF)]
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path, slow_s: float = 0.0, is_broken: bool = False) -> int:
@@ -107,7 +108,10 @@ def test_bits_are_those_of_a_save_that_training_waits_for(ranks: Ranks, tmp_path
     assert all(event.stall_s >= 0.5 * event.duration_s for event in _saved(tmp_path / "sync"))
 
 
-@pytest.mark.parametrize("case", ["one rank", "stage 2, micro-batches", "disk, overlap forward"])
+@pytest.mark.parametrize(
+    "case",
+    ["stage 2, micro-batches", *(pytest.param(name, marks=pytest.mark.proof) for name in QUICK)],
+)
 def test_an_update_that_passes_the_barrier_changes_bits(ranks: Ranks, tmp_path: Path, case: str) -> None:
     world, runs = (CASES | PROOF)[case][0], [tmp_path / "right", tmp_path / "broken"]
     for run, is_broken in zip(runs, (False, True), strict=True):

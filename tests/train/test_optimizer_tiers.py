@@ -218,7 +218,13 @@ def test_updates_that_overlap_with_forward_have_the_same_bits(
     check_bits(ranks, tmp_path, layout, settings, place, overlap="forward")
 
 
-@pytest.mark.parametrize(("first", "second"), [("host", "disk"), ("disk", "device"), ("device", "host")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("host", "disk"),
+        *(pytest.param(*pair, marks=pytest.mark.proof) for pair in (("disk", "device"), ("device", "host"))),
+    ],
+)
 def test_a_run_goes_on_in_another_place(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
     def job_in(place: str, steps: int) -> Job:
         folder = [f"memory.folder={tmp_path}"] * (place == "disk")

@@ -126,7 +126,11 @@ def test_shard_groups_of_one_rank_have_the_bits_of_stage_0(
 
 
 @pytest.mark.parametrize(
-    "pair", [("device/device", "host/host"), pytest.param(("host/host", "host/device"), marks=pytest.mark.proof)]
+    "pair",
+    [
+        pytest.param(pair, marks=pytest.mark.proof)
+        for pair in (("device/device", "host/host"), ("host/host", "host/device"))
+    ],
 )
 def test_a_run_goes_on_with_rows_in_another_place(ranks: Ranks, tmp_path: Path, pair: tuple[str, str]) -> None:
     check_resumed(ranks, tmp_path, pair)

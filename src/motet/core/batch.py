@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,9 @@ class Batch:
     source_documents: torch.Tensor | None = None
     # [T] int64: the place of each token in its row; None means 0..T-1, which is the whole row.
     places: torch.Tensor | None = None
+    # [R, T] int64: `documents` of the whole rows, where the batch is a part of each row
+    row_documents: torch.Tensor | None = None
+    row_tokens: int | None = None  # The number of tokens of each whole row, where the batch is a part of it
     # The number of weights that are not zero, if they were counted before the batch moved to a device.
     target_count: int | None = None
 
@@ -42,26 +45,32 @@ class Batch:
         The classes of rows and the source stay whole: queries from any place attend to the whole encoded source."""
         assert self.places is None, "a batch of whole rows is cut, and no part of it"
         places = self.tokens.new_tensor([place for first, stop in spans for place in range(first, stop)])
-        by_place = {name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")}
-        cut = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
-        return replace(self, places=places, **cut)
+        by_place: dict[str, Any] = {
+            name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")
+        }
+        cut: dict[str, Any] = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
+        part = replace(self, places=places, target_count=None, row_tokens=self.tokens.shape[1])
+        return replace(part, row_documents=self.documents, **cut)
 
     def first_tokens(self, rows: int, tokens: int, source_tokens: int) -> Batch:
         """The first tokens of the first rows; a row may have fewer."""
         tensors = {name: t[:rows] for name, t in self.tensors().items()}
         lengths = {name: source_tokens if name.startswith("source") else tokens for name in tensors}
-        cut = {name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()}
+        cut: dict[str, Any] = {name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()}
         return replace(self, target_count=None, **cut)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the batch by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "target_count"}
+        names = (field.name for field in fields(self) if field.name not in ("target_count", "row_tokens"))
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, without its rows. Targets are counted on the host, where nothing waits."""
         count = int(self.weights.count_nonzero()) if self.weights.device.type == "cpu" else self.target_count
-        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"}
+        moved: dict[str, Any] = {
+            name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"
+        }
         return replace(self, target_count=count, **moved)
 
 

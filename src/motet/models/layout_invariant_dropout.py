@@ -150,6 +150,37 @@ def where_kept(x: Tensor, keep: Tensor) -> Tensor:
 
 # Set by code that splits activations over ranks. Shapes of rows are without the dimension of rows.
 row_split: ContextVar[RowSplit | None] = ContextVar("row_split", default=None)
+
+
+class TokenPart(NamedTuple):
+    """The part of each row that a rank computes."""
+
+    tokens: int  # Those of a whole row
+    spans: Sequence[tuple[int, int]]  # (first, stop) of its places
+
+    def in_rows(self, shape: tuple[int, ...], spans: Spans | None) -> tuple[tuple[int, ...], Spans]:
+        """The shape of a whole row, and the spans of this rank, from those of its part of the row. The tokens are along
+        the first dimension that is as long as the part."""
+        here = sum(stop - first for first, stop in self.spans)
+        spans = [[(0, length)] for length in shape] if spans is None else [*spans]
+        if here in shape:
+            dim = shape.index(here)
+            spans[dim] = [place for pair in spans[dim] for place in places_in_spans(self.spans, *pair)]
+            shape = (*shape[:dim], self.tokens, *shape[dim + 1 :])
+        return shape, spans
+
+
+def places_in_spans(spans: Sequence[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The elements from `first` to `stop` of those in spans, which are counted one span after another."""
+    start = 0
+    for place, end in spans:
+        low, high = max(first, start), min(stop, start + end - place)
+        if low < high:
+            yield place + low - start, place + high - start
+        start += end - place
+
+
+token_part: ContextVar[TokenPart | None] = ContextVar("token_part", default=None)
 _active_mode: ContextVar["LayoutInvariantDropoutMode | None"] = ContextVar("layout_invariant_dropout", default=None)
 
 
@@ -318,6 +349,8 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         row_shape, spans = (shape[0] // count, *shape[1:]), None
         if split := row_split.get():
             row_shape, spans = split(row_shape)
+        if part := token_part.get():
+            row_shape, spans = part.in_rows(row_shape, spans)
         site = self._next_site()
         keys = [derive_seed(self.seed, self.step, site, row) for row in self.rows]
         keep = draw_mask(keys, row_shape, p, spans=spans, device=x.device).view(shape)

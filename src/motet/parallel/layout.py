@@ -196,6 +196,16 @@ class Layout:
         return self.dims.ranks
 
     @property
+    def data_ranks(self) -> int:
+        """The number of ranks, or of groups of ranks, that read different rows."""
+        return self.dp
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether several ranks share each row."""
+        return self.cp > 1
+
+    @property
     def zero(self) -> int:
         return self.sharding.zero
 

@@ -19,6 +19,7 @@ from motet.core.errors import check_input
 from motet.models.spec.layer_specs import CountedPer
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.context_parallel.attention_calls import AttentionCall
+from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stage_wires import BlockOutput, StageWire
 from motet.parallel.shard_spec import HeldShards, ShardSpec
@@ -117,6 +118,7 @@ class DimensionSplit:
     over: str
     parts: tuple[int, ...] = ()  # Lengths of fused parts, such as query, key and value; empty: one part
     unit: int = 1  # Elements that stay together, such as those of a head
+    order: ContextOrder | None = None  # Ranks split tokens in this order, in pieces that may differ by one token
 
     def moved(self, dim: int, length: int) -> "DimensionSplit":
         """The same split of a dimension of as many elements, such as that of the output of a split layer."""
@@ -124,6 +126,8 @@ class DimensionSplit:
 
     def local_spans(self, length: int, *, ranks: int, index: int) -> tuple[tuple[tuple[int, int], ...], int]:
         """(Spans of the rank at `index`, elements of padding after them)."""
+        if self.order is not None:
+            return ContextPartition(length, ranks, self.order).spans(index), 0
         parts, spans, padding = self.parts or (length,), [], 0
         for start, part in zip(accumulate((0, *parts)), parts, strict=False):
             units = -(-part // self.unit)

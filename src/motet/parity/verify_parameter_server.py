@@ -23,13 +23,7 @@ from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
 from motet.parity.record.engine_hooks import record_state
 from motet.parity.record.record_verification_steps import RecordedStepKey, step_checkpoint_path
-from motet.parity.record.tensor_recorder import (
-    MASTER_PREFIX,
-    RecordedTensor,
-    TensorKey,
-    TensorRecorder,
-    sketch_shard,
-)
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedTensor, TensorKey, TensorRecorder, sketch_shard
 from motet.train.job import Job, with_overrides
 from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
 from motet.train.launch.supervisor import LaunchExitStatus

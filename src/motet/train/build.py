@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.execute.api import broadcast
+from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
@@ -32,7 +33,13 @@ from motet.parallel.process.process_group import (
 )
 from motet.precision.numerics import precision_numerics
 from motet.train.engine import TrainingEngine, build_engine
-from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
+from motet.train.evaluation import (
+    EvaluationBatchSource,
+    EvaluationResult,
+    ForwardFunction,
+    compute_here,
+    evaluate,
+)
 from motet.train.job import Job
 from motet.train.launch.preflight import check_huggingface_model
 from motet.train.numerics_monitor.monitor import NumericsMonitor
@@ -80,8 +87,12 @@ class TrainingComponents:
                 group=self.group,
                 layout=self.layout,
                 batch_sequences=job.data.batch_sequences,
-                **({"forward": pipeline.forward} if pipeline else {}),
+                forward=partial(self._forward_of_part, pipeline.forward if pipeline else compute_here),
             )
+
+    def _forward_of_part(self, forward: ForwardFunction, compute: Callable[[], Tensor], batch: Batch) -> Tensor | None:
+        with self.engine.attention_of(batch):
+            return forward(compute, batch)
 
     def generate(
         self,

@@ -23,7 +23,7 @@ from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TENSOR_DIMENSION, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.stages.stage_module import PipelineStages
 from motet.parallel.pipeline.stages.stage_proposal import propose_stages, with_wire_dtypes
@@ -71,10 +71,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     loss is computed from it, or the module is called with it. Without a process group there is one rank."""
     _show_user_errors_as_sentences()
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    check_input(
-        not layout.uses_server_processes,
-        f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
-    )
+    _refuse_layout(layout)
     settings = ParallelizeSettings(
         layout,
         _optimizer_settings(optimizer, module),
@@ -108,10 +105,24 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     engine = build_engine(
         module, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss, model_sharding=sharding
     )
-    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.dp
+    engine.data_rank, engine.data_ranks = resolved.data_rank(group.rank), resolved.data_ranks
     _prepare_steps(engine, settings.memory.device_limit)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
+
+
+def _refuse_layout(layout: LayoutSettings) -> None:
+    """Refuse a layout that a custom loop cannot have."""
+    check_input(
+        not layout.uses_server_processes,
+        f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
+    )
+    degree = layout.dims.size(CONTEXT_DIMENSION)
+    check_input(
+        degree == 1,
+        f"layout.{CONTEXT_DIMENSION} = {degree} cuts the rows of a batch, whose form only your loop knows; leave it "
+        "out, or use `motet train`",
+    )
 
 
 def _optimizer_settings(

@@ -17,12 +17,15 @@ from motet.checkpoint.background_writer import CheckpointSaver
 from motet.checkpoint.publication import Retention
 from motet.checkpoint.settings import CheckpointSettings
 from motet.collectives.execute.api import all_reduce, sum_scalars
+from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
+from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
+from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
 from motet.parallel.layout import Layout
 from motet.parallel.linear import LinearProducts
@@ -83,6 +86,7 @@ class TrainingEngine:
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
+    context: ContextRanks | None = None  # Ranks that share each row with this one
     data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
@@ -103,6 +107,14 @@ class TrainingEngine:
     def step_group(self) -> RankGroup:
         """The ranks that take a step together."""
         return self.group if self.outer_optimizer is None else self.outer_optimizer.replicas.mesh.shard_group
+
+    def part_of(self, batch: Batch) -> Batch:
+        """The part of a batch of whole rows that this rank computes."""
+        return batch if self.context is None else self.context.part_of(batch)
+
+    def attention_of(self, batch: Batch) -> AbstractContextManager[None]:
+        """A context for the forward and the backward of a batch, which may be a part of each row."""
+        return nullcontext() if self.context is None else self.context.attention_of(batch)
 
     def reports(self, metric: str) -> bool:
         """Whether the number of this rank is added to a sum over the ranks; others have the same number."""
@@ -382,7 +394,7 @@ def build_engine(
     products = LinearProducts()  # Products of all linear layers that are split or queue weight gradients
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
-        sequences = split(module, plan.model_sharding, plan.dims)
+        sequences, context = split(module, plan.model_sharding, plan.dims), join_context_ranks(layout, step_group)
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
@@ -397,11 +409,9 @@ def build_engine(
         )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
     parameters = optimizer.sharded_parameters
-    shards = parameters.local_shards(parameters.local_masters).items()
-    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
-    check_rank_matches_plan(plan, step_group.rank, held_ranges, counted_names=parameters.counted_names)
+    _check_shards(parameters, plan, step_group.rank)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
-    make_pipeline = partial(build_pipeline, settings=settings, sequences=sequences, products=products)
+    make_pipeline = partial(build_pipeline, settings=settings, layout=layout, sequences=sequences, products=products)
     engine = TrainingEngine(
         module,
         optimizer,
@@ -411,9 +421,16 @@ def build_engine(
         loss_function=loss,
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
-        pipeline=make_pipeline(module, plan, parameters, layout=layout, group=step_group),
+        pipeline=make_pipeline(module, plan, parameters, group=step_group),
+        context=context,
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )
     recomputation.roots = module, optimizer, engine.outer_optimizer, engine.pipeline
     return engine
+
+
+def _check_shards(parameters: CompositeDataParallel, plan: StepPlan, rank: int) -> None:
+    shards = parameters.local_shards(parameters.local_masters).items()
+    held_ranges = {name: (shard.start, shard.start + shard.values.numel()) for name, shard in shards}
+    check_rank_matches_plan(plan, rank, held_ranges, counted_names=parameters.counted_names)

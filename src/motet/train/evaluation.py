@@ -21,7 +21,7 @@ from motet.parallel.sync_groups import reports
 ForwardFunction = Callable[[Callable[[], Tensor], Batch], Tensor | None]
 
 
-def _compute_here(compute: Callable[[], Tensor], batch: Batch) -> Tensor:
+def compute_here(compute: Callable[[], Tensor], batch: Batch) -> Tensor:
     return compute()
 
 
@@ -56,10 +56,10 @@ def evaluate(
     group: RankGroup,
     layout: Layout,
     batch_sequences: int,
-    forward: ForwardFunction = _compute_here,
+    forward: ForwardFunction = compute_here,
 ) -> EvaluationResult:
     """The loss over up to `max_batches` global batches of `batch_sequences` each. `forward` returns the model's result
-    for a batch, or None on a rank without the last blocks."""
+    for a batch, which may be a part of each row, or None on a rank without the last blocks."""
     batches, has_classes = min(max_batches, data.evaluation_batches(split)), False
     # One loss for each row where the sum must not depend on the layout.
     losses = [0.0] * (batches * batch_sequences if layout.sharding.reproducible_batch_size else 1)

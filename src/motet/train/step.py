@@ -2,8 +2,8 @@
 The loss is the sum over all target tokens of the global batch divided by their number, so gradients are summed over
 micro-batches and ranks first and divided once. Every rank computes the same norm and takes the same decision."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -83,9 +83,13 @@ class MicroBatchLoop:
 
     def _microbatch(self, step: int, read: "_MicroBatchReader", index: int) -> MicroBatchWork:
         batch = read(index)
-        randomness = partial(self.model.randomness, step, batch.rows)
         sizes = batch.sizes if self.engine.pipeline else {}
-        return MicroBatchWork(partial(self.model.loss_sum, batch), sizes, randomness)
+        return MicroBatchWork(partial(self.model.loss_sum, batch), sizes, partial(self._context, step, batch))
+
+    @contextmanager
+    def _context(self, step: int, batch: Batch) -> Iterator[None]:
+        with self.model.randomness(step, batch.rows), self.engine.attention_of(batch):
+            yield
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> Tensor:
         """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""

@@ -11,26 +11,29 @@ from torch import Tensor
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.data_parallel.zero import shard_rows
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TensorInfo
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TensorInfo
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan, updated_ranges
 from motet.parallel.sync_groups import DATA_DIMENSIONS, pipeline_groups, same_rows_groups
+from motet.parity.record.activation_parts import (
+    ActivationParts,
+    cut_part,
+    module_of,
+    parts_of_activations,
+    put_part,
+    without_padding,
+)
 from motet.parity.record.tensor_recorder import (
     ACTIVATION_KINDS,
     MASTER_PREFIX,
     ROW_KINDS,
-    ActivationParts,
     RankRecords,
     RecordedShard,
     RecordedTensor,
     TensorKey,
     count_significant_bits,
-    cut_part,
-    module_of,
     parameter_name,
-    put_part,
     sketch_shard,
-    without_padding,
 )
 
 UPDATED_KINDS = ("gradient", "clipped gradient", "state")  # Kinds with the elements that a rank updates
@@ -42,6 +45,7 @@ class PlannedRecords:
 
     plan: StepPlan
     activation_order: Mapping[str, int] = field(default_factory=dict)  # The order on one device
+    row_tokens: int = 1  # Tokens of each row, where ranks may split them
 
     @cached_property
     def _updated_ranges(self) -> list[dict[str, tuple[int, int]]]:
@@ -55,6 +59,11 @@ class PlannedRecords:
     def row_groups(self) -> RankGroups:
         """Ranks that together compute each row once."""
         return self.plan.dims.groups(*DATA_DIMENSIONS[:1])  # The second dimension splits the positions of rows
+
+    @cached_property
+    def adding_groups(self) -> RankGroups:
+        """Ranks that together compute each token once."""
+        return self.plan.dims.groups(*DATA_DIMENSIONS)
 
     def own_name(self, name: str) -> str:
         """The name of a tensor that may have several, such as a tied weight."""
@@ -163,19 +172,28 @@ class PlannedRecords:
 
     @cached_property
     def activations(self) -> ActivationParts:
-        return ActivationParts(self.plan.model_sharding, self.plan.dims, self.activation_order)
+        return parts_of_activations(self.plan, self.activation_order, row_tokens=self.row_tokens)
 
     def part_of_rows(self, record: RecordedTensor, rank: int, shape: tuple[int, ...]) -> ShardSpec | None:
         """The part of a tensor of rows that a rank should have; its shape on one device is given. None if not known."""
         if record.kind in ACTIVATION_KINDS:
-            return self.activations.spec(record.name, rank, shape)
+            return self.activations.spec(record.name, rank, shape, rows=len(record.rows))
+        if record.kind == "sample":
+            return self.activations.token_spec(rank, shape, rows=len(record.rows))
         return record.part or ShardSpec.full(shape)
 
     def adds_up_parts(self, reference: RecordedTensor) -> bool:
         """Whether only the sum over ranks can be compared: each has a sketch of its part, or a part of a gradient."""
-        if reference.kind not in ACTIVATION_KINDS or not self.activations.splits(reference.name):
+        is_split = self.activations.tokens is not None or self.activations.splits(reference.name)
+        if reference.kind not in ACTIVATION_KINDS or not is_split:
             return False
         return reference.is_sketched or self._is_partial(reference)
+
+    def copy_of_part(self, name: str, rank: int) -> object:
+        """Ranks of equal numbers have different parts of an output; others have copies."""
+        if self.activations.splits(name):
+            return None
+        return next(ranks for ranks in self.adding_groups if rank in ranks)
 
     def _is_partial(self, record: RecordedTensor) -> bool:
         return record.kind == "activation gradient" and self.activations.is_shared(record.name)
@@ -184,7 +202,7 @@ class PlannedRecords:
         """Groups of ranks with equal bits of a replicated part; of the first part that differs, the largest first."""
         copies: dict[object, dict[int, list[int]]] = {}
         for rank, record in self.combine_stages(records):
-            if (place := self._place(record)) is not None:
+            if (place := self._place(record, rank)) is not None:
                 copies.setdefault(place, {}).setdefault(record.digest, []).append(rank)
         differing = next((ranks for ranks in copies.values() if len(ranks) > 1), {})
         return sorted(differing.values(), key=len, reverse=True)
@@ -193,14 +211,18 @@ class PlannedRecords:
         ranks = " and ".join(format_numbered("rank", ranks) for ranks in copies)
         return f"{ranks} hold copies that should be equal, but differ"
 
-    def _place(self, record: RecordedTensor) -> object:
+    def _place(self, record: RecordedTensor, rank: int) -> object:
         """A key that is equal for ranks that should have the same values; None if nothing is known."""
-        if record.shard is not None or record.kind not in ROW_KINDS:
-            return record.shard or record.rows
+        if record.shard is not None:
+            return record.shard
+        tokens = self.plan.dims.coordinates(rank)[CONTEXT_DIMENSION]
+        if record.kind not in ROW_KINDS:
+            return record.rows, record.kind == "loss" and tokens
         is_unknown = record.kind in ACTIVATION_KINDS and self.activations.splits(record.name) is None
         if is_unknown or self._is_partial(record):
             return None
-        return record.microbatch, record.rows, record.part and record.part.spans
+        is_summand = record.kind == "activation gradient" and record.part is None
+        return record.microbatch, record.rows, record.part and record.part.spans, is_summand and tokens
 
 
 def format_numbered(noun: str, numbers: Sequence[int]) -> str:
@@ -308,7 +330,9 @@ def align_tensor(
     for group in by_group:
         _check_each_row_once(reference, group)
     if reference.key.kind == "loss" or placement.how == "sum":
-        return [_align_sum(reference, group, planned) for group in filter(None, by_group)]
+        adding = planned.adding_groups if planned else groups  # Each rank of these has a summand
+        summands = ([each for each in records if each[0] in ranks] for ranks in adding)
+        return [_align_sum(reference, group, planned) for group in filter(None, summands)]
     if planned and planned.adds_up_parts(reference.record):
         return list(_align_sums_of_parts(reference, records, placement, planned=planned))
     if reference.key.kind == "random mask":
@@ -409,10 +433,10 @@ def _align_sums_of_parts(
     reference: ReferenceTensor, records: RankRecords, placement: RowPlacement, *, planned: PlannedRecords
 ) -> Iterator[AlignedTensorPair]:
     """The sums over ranks that compute parts of the same rows."""
-    by_rows: dict[tuple[int, ...], list[tuple[int, RecordedTensor]]] = {}
+    by_rows: dict[tuple[object, tuple[int, ...]], list[tuple[int, RecordedTensor]]] = {}
     for rank, record in records:
-        by_rows.setdefault(record.rows, []).append((rank, record))
-    for rows, rank_records in by_rows.items():
+        by_rows.setdefault((planned.copy_of_part(reference.key.name, rank), record.rows), []).append((rank, record))
+    for (_, rows), rank_records in by_rows.items():
         if (expected := _select_rows(reference, rows, placement)) is None:
             continue
         total = torch.zeros_like(expected)

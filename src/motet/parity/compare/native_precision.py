@@ -32,13 +32,7 @@ from motet.parity.compare.tensor_differences import (
 )
 from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.engine_hooks import patched_method
-from motet.parity.record.tensor_recorder import (
-    MASTER_PREFIX,
-    RecordedTensor,
-    RecordsByRank,
-    TensorKey,
-    parameter_name,
-)
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedTensor, RecordsByRank, TensorKey, parameter_name
 from motet.parity.subjects.job_subject import JobVerificationSubject, JobVerificationSubjectOnRank
 from motet.precision.recipe import SMALLEST_SCALE, PrecisionRecipe
 

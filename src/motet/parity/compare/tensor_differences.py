@@ -64,6 +64,12 @@ class ReferenceStep:
     def value_of(self, key: TensorKey) -> Tensor | None:
         return self.tensors[key].value if key in self.tensors else None
 
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of each row of the batch; 1 where a batch has no rows of tokens."""
+        tokens = self.value_of(TensorKey("sample", "tokens"))
+        return 1 if tokens is None or tokens.ndim < 2 else tokens.shape[1]
+
     def scalar(self, kind: TensorKind, name: str) -> float | None:
         value = self.value_of(TensorKey(kind, name))
         return None if value is None else float(value)

@@ -38,6 +38,7 @@ from motet.parity.diagnose.mismatch_evidence import (
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
 from motet.parity.diagnose.tolerances import tolerances
+from motet.parity.record.activation_parts import module_of
 from motet.parity.record.recomputed_tensors import LEFT_CHANGED
 from motet.parity.record.record_verification_steps import TRAJECTORY
 from motet.parity.record.tensor_recorder import (
@@ -48,7 +49,6 @@ from motet.parity.record.tensor_recorder import (
     RecordsByRank,
     TensorKey,
     group_by_key,
-    module_of,
     sketch_shard,
 )
 from motet.parity.subjects.job_subject import GENERATED, SHORT_LOSS

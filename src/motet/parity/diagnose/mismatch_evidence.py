@@ -25,6 +25,7 @@ from motet.parity.compare.tensor_differences import (
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.diagnose.tolerances import tolerances
+from motet.parity.record.activation_parts import module_of
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     ROW_KINDS,
@@ -35,7 +36,6 @@ from motet.parity.record.tensor_recorder import (
     TensorKey,
     TensorKind,
     group_by_key,
-    module_of,
     parameter_name,
     sketch_shard,
 )

@@ -49,7 +49,7 @@ class NativeComparison:
         if self.spreads:
             steps[-1] = self.spreads[0].reference
         plan = self.subject.step_plan(native.inventory, world)
-        planned = PlannedRecords(plan, steps[-1].activation_order)
+        planned = PlannedRecords(plan, steps[-1].activation_order, steps[-1].row_tokens)
         runs = ReferenceRuns(steps, steps, native.folder, native.inventory)
         return SingleDeviceRecompute(
             self.subject, self.subject.layout_for(world), runs, planned, self.subject.steps - 1

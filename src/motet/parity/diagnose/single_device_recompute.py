@@ -50,7 +50,9 @@ class SingleDeviceRecompute:
     @cached_property
     def all_microbatches(self) -> int:
         """Micro-batches of all ranks."""
-        return self.layout.sharding.reproducible_batch_size or self.layout.dp * self.layout.sharding.microbatches
+        return (
+            self.layout.sharding.reproducible_batch_size or self.layout.data_ranks * self.layout.sharding.microbatches
+        )
 
     @cached_property
     def state_before_step(self) -> dict[str, Tensor]:
@@ -141,5 +143,6 @@ def recompute_layout(
 ) -> SingleDeviceRecompute:
     """One device that computes the tensors that ranks of a layout should have by its plan."""
     plan = subject.step_plan(reference_runs.inventory, world)
-    planned = PlannedRecords(plan, reference_runs.step_references[0].activation_order)
+    first = reference_runs.step_references[0]
+    planned = PlannedRecords(plan, first.activation_order, first.row_tokens)
     return SingleDeviceRecompute(subject, subject.layout_for(world), reference_runs, planned)

@@ -25,7 +25,7 @@ def named_conditions(value: Any, name: str, is_pair: bool = False) -> Iterator[t
             yield name, torch.view_as_real(value) if value.is_complex() else value
     elif isinstance(value, AttentionMask | AttentionTokens):
         for key, inner in vars(value).items():
-            if not key.startswith("_"):
+            if key != "places" and not key.startswith("_"):  # Only a part of a row has places
                 yield from named_conditions(inner, f"{name}[{key}]")
     elif isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else ((str(n), each) for n, each in enumerate(value))

@@ -16,8 +16,9 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.zero import CommUnitAction
 from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parity.record.activation_parts import parts_of_activations
 from motet.parity.record.recomputed_tensors import RecomputedBuffers
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, ActivationParts, TensorKind, TensorRecorder
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKind, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.pipeline.pipeline_step import MicroBatchWork
 
@@ -54,7 +55,7 @@ def place_recorder(engine: TrainingEngine, recorder: TensorRecorder) -> None:
     specs = {tensor: engine.plan.specs[tensor.name].get(rank) for tensor in engine.plan.inventory.tensors}
     recorder.specs = {name: spec for t, spec in specs.items() if spec for name in (t.name, *t.aliases)}
     recorder.blocks = engine.plan.model_sharding.block_names
-    recorder.activations = ActivationParts(engine.plan.model_sharding, engine.plan.dims, recorder.activation_order)
+    recorder.activations = parts_of_activations(engine.plan, recorder.activation_order, row_tokens=1)
 
 
 @contextmanager

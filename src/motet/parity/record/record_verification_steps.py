@@ -30,13 +30,7 @@ from motet.parity.record.engine_hooks import (
     record_step,
 )
 from motet.parity.record.saved_bytes import record_saved_bytes
-from motet.parity.record.tensor_recorder import (
-    MASTER_PREFIX,
-    RecordedShard,
-    RecordedTensor,
-    TensorKind,
-    TensorRecorder,
-)
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedShard, RecordedTensor, TensorKind, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.state import TrainingState

@@ -151,8 +151,8 @@ class ReorderedRowSamples:
 
 
 def batch_tensors(batch: Batch) -> dict[str, Any]:
-    """The tensors that a batch has, by name."""
-    return batch.tensors()
+    """The tensors that a batch of whole rows has, or a part of each row, by name."""
+    return {name: value for name, value in batch.tensors().items() if name not in ("places", "row_documents")}
 
 
 def _with_optional_tensors(batch: Batch, settings: DataSettings) -> Batch:
@@ -339,6 +339,8 @@ class _RecordingStep:
         return self.recorder.recording_masks(self.model.randomness(step, rows))
 
     def loss_sum(self, batch: Batch) -> Tensor:
+        if batch.row_tokens is not None:
+            self.recorder.expect_rows_of(batch.row_tokens)
         self.recorder.add_samples(batch_tensors(batch))
         loss = self.model.loss_sum(batch)
         self.recorder.add("loss", "loss", loss)

@@ -80,7 +80,7 @@ def check_job(job: Job, ranks: int) -> Layout:
 
 def _check_context(job: Job, layout: Layout) -> None:
     """Refuse context parallelism that the sequences or the heads of a model of known sizes do not fit."""
-    if layout.cp > 1:
+    if layout.cuts_rows:
         check_context_sequence(layout, batch_shape(job, 1), setting="data.sequence_length")
         spec = model_spec(job)
         check_context_heads(layout, spec.attention if spec else ())

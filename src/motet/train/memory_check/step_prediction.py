@@ -198,7 +198,7 @@ def layout_memory_problem(
         powers = range(int(is_sharded), (MAX_PROPOSED_RANKS // layout.dims.ranks).bit_length())
         for power in () if plan.outer_groups or sharding.bucket_owners else powers:
             proposed = layout.at_stage_3(2**power)
-            rows, communication = proposed.dp * proposed.sharding.microbatches, CommunicationSettings()
+            rows, communication = proposed.data_ranks * proposed.sharding.microbatches, CommunicationSettings()
             parts = plan.inventory, proposed, recipe
             made = make_step_plan(
                 *parts,

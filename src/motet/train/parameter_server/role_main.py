@@ -198,7 +198,7 @@ class ParameterServerWorker:
             self._run_work_item(assignment, layout)
 
     def _run_work_item(self, assignment: WorkAssignment, layout: Layout) -> None:
-        step, index = divmod(assignment.work_item, layout.dp)
+        step, index = divmod(assignment.work_item, layout.data_ranks)
         microbatches = microbatches_of_rank(layout, index, self.job.data.batch_sequences)
         gradients, buckets = self.flat_parameters.gradients, range(len(self.flat_parameters.buckets))
         gradients.begin_step()

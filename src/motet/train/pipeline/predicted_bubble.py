@@ -31,7 +31,7 @@ def _remedy(layout: Layout, batch_sequences: int, share: float) -> str:
     """The remedy that halves the bubble: more micro-batches of the same batch, or else of a larger one."""
     if layout.schedule not in SCHEDULES:
         return "a file with more micro-batches would have less of it"
-    data_ranks, count = layout.dp, _fewest_microbatches(layout, share / 2, share)
+    data_ranks, count = layout.data_ranks, _fewest_microbatches(layout, share / 2, share)
     if not count:
         return "another schedule may have less of it"
     rows = batch_sequences // data_ranks

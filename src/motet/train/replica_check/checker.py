@@ -115,7 +115,7 @@ class ReplicaChecker:
         with span("watch"):
             engine, copies = self.engine, self._expected.copies
             repeated_rows = self._rows_of_rank(self._expected.next_ranks.index(engine.step_group.rank))
-            repeated_batches = [self.batch_source.batch(step, rows) for rows in repeated_rows]
+            repeated_batches = [engine.part_of(self.batch_source.batch(step, rows)) for rows in repeated_rows]
             parameters = {n: local_shard(p).values for n, p in engine.module.named_parameters() if not p.is_meta}
             parameters |= self._comparable_buffers()
             sharded = engine.optimizer.sharded_parameters.engines
@@ -235,7 +235,8 @@ class ReplicaChecker:
     def _loss_without_gradients(self, step: int, batch: Batch) -> float:
         device, saved_buffers = self.engine.group.device, [(b, b.clone()) for b in self.engine.module.buffers()]
         batch, devices = batch.to(device), [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad(), self.model.randomness(step, batch.rows):
+        randomness = self.model.randomness(step, batch.rows)
+        with torch.random.fork_rng(devices), torch.no_grad(), randomness, self.engine.attention_of(batch):
             loss = self.model.loss_sum(batch).item()
         for buffer, values in saved_buffers:
             buffer.data.copy_(values)
