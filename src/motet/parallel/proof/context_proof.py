@@ -62,7 +62,6 @@ def prove_context(
     examples: Sequence[ContextExample],
     *,
     ranks: int,
-    separates_documents: bool = True,
     prepare: Callable[[], object] | None = None,
 ) -> tuple[AttentionCall, ...]:
     """The calls of attention in a forward of a module whose tokens meet nowhere else; other modules are refused.
@@ -81,7 +80,7 @@ def prove_context(
             if prepare is not None:
                 with torch.no_grad():
                     prepare()
-            proof = _ContextProof(module, forward, separates_documents)
+            proof = _ContextProof(module, forward)
             calls = [proof.check(example) for example in examples]
     except ProofMismatchError as error:
         raise InputError(
@@ -208,7 +207,6 @@ class _ContextProof:
 
     module: nn.Module
     forward: Callable[[Batch], Any]
-    separates_documents: bool
 
     def __post_init__(self) -> None:
         self._modules, self._seams = dict(self.module.named_modules()), AttentionSeams(self.module)
@@ -242,7 +240,7 @@ class _ContextProof:
             each.check(sum_of(partial_sums) if partial_sums else None, problem)
 
     def _attention(self, batch: Batch) -> _RowAttention:
-        return _RowAttention(batch.documents if self.separates_documents else None)
+        return _RowAttention(batch.documents if self._seams.separate_documents else None)
 
     def _compare_with_own(self, batch: Batch) -> None:
         """Compare the model with itself when its attention goes to the core."""
