@@ -227,6 +227,11 @@ class Layout:
         """The index of a rank among the ranks of data parallelism: ranks with the same one read the same rows."""
         return self.dims.coordinates(rank)["dp"]
 
+    @property
+    def head_ranks(self) -> int:
+        """Neighbours that exchange a part of the tokens for a part of the heads inside of attention."""
+        return self.cp if self.cp_kind == "all-to-all" else self.cp_inner
+
     def context_partition(self, tokens: int) -> ContextPartition:
         """The places of rows of `tokens` tokens on the ranks of context parallelism."""
         return ContextPartition(tokens, self.cp, self.cp_order)
@@ -347,11 +352,15 @@ def resolve_layout(
     return replace(layout, sharding=replace(sharding, reduces_once=True))
 
 
-def layout_of_settings(settings: LayoutSettings, dp: int, batch_sequences: int) -> Layout:
-    """The layout of settings on `dp` data-parallel ranks, which need not run: its pipeline has no order."""
+def layout_of_settings(
+    settings: LayoutSettings, dp: int, batch_sequences: int, *, order: ContextOrder = "head-tail"
+) -> Layout:
+    """The layout of settings on `dp` data-parallel ranks, which need not run: its pipeline has no order. `order` is the
+    default of `cp_order`."""
     dims = ParallelDims((("pp", settings.pp), ("dp", dp), ("cp", settings.cp), ("tp", settings.tp)))
     microbatches = settings.microbatches or _default_microbatches(settings.pp, batch_sequences // dp)
-    return _make_layout(settings, dims, _all_reduce_layout(settings, dp, microbatches))
+    layout = _make_layout(settings, dims, _all_reduce_layout(settings, dp, microbatches))
+    return replace(layout, cp_order=order) if settings.cp > 1 and settings.cp_order is None else layout
 
 
 def _make_layout(settings: LayoutSettings, dims: ParallelDims, sharding: DataParallelSharding) -> Layout:

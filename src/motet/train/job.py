@@ -27,10 +27,10 @@ from motet.memory.policy_choice import MemorySettings
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.hf.hf_config import download_command, is_hub_name
 from motet.models.settings import ModelSettings
-from motet.models.spec.layer_specs import AttentionSpec, MicroBatchShape
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.settings import MonitorSettings
-from motet.parallel.context_parallel.context_partition import ContextOrder
+from motet.parallel.context_parallel.context_partition import ContextOrder, default_order
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
@@ -76,14 +76,12 @@ class Job(FrozenSettings):
 
 
 def default_context_order(model: ModelSettings) -> ContextOrder:
-    """The order that gives ranks of context parallelism equally much work: head-tail where every layer is causal and
-    has no window, or where the layers of a module are not known."""
+    """The default order of context parallelism: that of the layers of the model, or head-tail where a module's layers
+    are not known."""
     try:
-        blocks = spec_from_settings(model).blocks
+        return default_order(spec_from_settings(model).attention)
     except InputError:
         return "head-tail"
-    attention = [each for block in blocks for each in block.layer.operations if isinstance(each, AttentionSpec)]
-    return "head-tail" if all(each.causal and each.window is None for each in attention) else "contiguous"
 
 
 def builtin_jobs() -> dict[str, str]:
@@ -174,9 +172,8 @@ def batch_shape(job: Job, rows: int) -> MicroBatchShape:
     return MicroBatchShape(rows, data.sequence_length, targets=targets)
 
 
-def computed_shape(job: Job, rows: int) -> MicroBatchShape:
+def computed_shape(shape: MicroBatchShape) -> MicroBatchShape:
     """The sizes of a micro-batch with the rows that the masked head computes, padding included."""
-    shape = batch_shape(job, rows)
     return shape if shape.targets is None else replace(shape, targets=padded_targets(shape.targets))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from motet.cluster.cluster import Cluster
 from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_duration
+from motet.memory.policy_choice import fixed_policies
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
@@ -56,11 +57,12 @@ def step_plan_of_job(
 
 
 def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
-    """The plan of a job whose layers or blocks ranks may split.
+    """The plan of a job whose layers, blocks or rows ranks may split.
 
     The split is proven on the job's module, with torch, unless an earlier run with the same job has kept the proof.
     """
-    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1:
+    has_known_calls = layout.cp == 1 or not isinstance(job.model, UserModuleSettings)
+    if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1 and has_known_calls:
         return step_plan_of_job(job, layout)
     if (known := read_proof_of_job(job, layout)) is not None:
         inventory, sharding = known
@@ -70,6 +72,12 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
         inventory, sharding = sharding_of_job(job, layout)
         keep_proof_of_job(job, layout, inventory=inventory, sharding=sharding)
     return step_plan_of_job(job, layout, inventory, model_sharding=sharding)
+
+
+def recomputed_blocks(job: Job, plan: StepPlan) -> set[int]:
+    """The blocks whose forward a backward computes again."""
+    blocks = 1 + max((tensor.block or 0 for tensor in plan.inventory.tensors), default=0)
+    return {block for block, policy in enumerate(fixed_policies(job.memory, blocks)) if policy != "none"}
 
 
 def predicted_stages(job: Job, layout: Layout) -> ModelSharding:

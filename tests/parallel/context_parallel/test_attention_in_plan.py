@@ -6,9 +6,9 @@ import pytest
 
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
+from motet.parallel.context_parallel.context_bytes import fullest_share
 from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
 from motet.parallel.context_parallel.head_split import HeadSplit
-from motet.parallel.context_parallel.pair_share import fullest_share
 from motet.parallel.context_parallel.ring_schedule import RingSchedule
 from motet.parallel.model_sharding import DimensionSplit, ShardRule
 from motet.parallel.step_plan.attention_traffic import (
@@ -22,6 +22,7 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import batch_shape, load_job
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.launch.preflight import check_job
+from motet.train.proposed_sharding import sharding_of_job
 
 # 8 query heads, 4 key heads of 32 features, 4 blocks, 16 rows of 256 tokens
 SIZES = {
@@ -122,3 +123,9 @@ def test_rings_pass_the_check(inner: int, window: int | None, order: str) -> Non
     plan = planned(f"layout.cp=4 layout.cp_kind=ring layout.cp_inner={inner} layout.cp_order={order}")
     calls = tuple(replace(call, window=window) for call in plan.model_sharding.attention)
     prove_step_plan(replace(plan, model_sharding=replace(plan.model_sharding, attention=calls)))
+
+
+def test_the_calls_of_the_sizes_are_those_of_the_proof() -> None:
+    job = load_job("tiny", ["layout.cp=2", "model.layers=2", "data.sequence_length=32"])
+    _, proven = sharding_of_job(job, check_job(job, 2))
+    assert proven.attention == attention_of_spec(spec_from_settings(job.model))

@@ -6,14 +6,14 @@ from typing import Any
 
 from motet.cli.output import OutputLine, table_lines
 from motet.core.units import format_bytes
-from motet.memory.policy_choice import fixed_policies
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
-from motet.parallel.context_parallel.pair_share import fullest_share
+from motet.parallel.context_parallel.context_bytes import fullest_share
 from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.step_plan.attention_traffic import AttentionComm, attention_comms, sent_attention_bytes
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import Job
+from motet.train.job_step_plan import recomputed_blocks
 
 
 def attention_report(job: Job, plan: StepPlan, shape: MicroBatchShape) -> dict[str, Any] | None:
@@ -22,9 +22,6 @@ def attention_report(job: Job, plan: StepPlan, shape: MicroBatchShape) -> dict[s
     if plan.dims.size(CONTEXT_DIMENSION) == 1:
         return None
     recipe, partition = job.precision.resolved, plan.context_partition(shape.length)
-    blocks = 1 + max((tensor.block or 0 for tensor in plan.inventory.tensors), default=0)
-    policies = fixed_policies(job.memory, blocks)
-    recomputed = {block for block, policy in enumerate(policies) if policy != "none"}
     comms = attention_comms(plan, shape, recipe, rank=0)
     visible = {PlaceVisibility.in_call(call) for call in plan.model_sharding.attention}
     return {
@@ -34,7 +31,7 @@ def attention_report(job: Job, plan: StepPlan, shape: MicroBatchShape) -> dict[s
         "tokens": shape.length,
         "spans_by_rank": partition.spans_by_rank,
         "calls": [_entry(list(alike)) for _, alike in groupby(comms, key=_what_is_sent)],
-        "sent_bytes": sent_attention_bytes(plan, shape, recipe, rank=0, recomputed=recomputed),
+        "sent_bytes": sent_attention_bytes(plan, shape, recipe, rank=0, recomputed=recomputed_blocks(job, plan)),
         "fullest_share": max((fullest_share(partition, each, plan.head_ranks) for each in visible), default=1.0),
     }
 

@@ -99,7 +99,7 @@ def _pipeline_traffic(job: Job, layout: Layout, plan: StepPlan, *, cluster: Clus
     sharding, dims, shape = plan.model_sharding, plan.dims, batch_shape(job, len(plan.rows_by_rank[0][0]))
     degree, local = dims.size(TENSOR_DIMENSION), cluster.devices_per_host
     is_sliced = sends_slices(job.communication.slice_activations, degree=degree, local_ranks=local, ranks=dims.ranks)
-    sizes = {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
+    sizes = plan.part_on_rank(shape, 0).sizes_by_name
     compute, slices = job.precision.resolved.compute, degree if is_sliced else 1
     traffic, borders = border_traffic(sharding, sizes, compute=compute, slices=slices), []
     for stage, border in enumerate(traffic):

@@ -80,6 +80,11 @@ class MicroBatchShape:
     packed: bool = False  # Rows hold several documents, which do not see each other and restart their positions
     targets: int | None = None  # Masked tokens that an encoder predicts; all tokens if None
 
+    @property
+    def sizes_by_name(self) -> dict[str, int]:
+        """Its sizes by the names that dimensions of wires between stages have."""
+        return {"rows": self.rows, "tokens": self.length, "source tokens": self.source_length}
+
     def length_of(self, per: CountedPer) -> int:
         return self.source_length if per == "source" else self.length
 

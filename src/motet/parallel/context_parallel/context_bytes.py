@@ -1,4 +1,7 @@
-"""Bytes that a rank sends inside of attention, by the descriptions that the exchanges follow."""
+"""Bytes that a rank sends inside of attention, and pairs of query and key that it computes, by the descriptions that
+the exchanges follow."""
+
+from functools import lru_cache
 
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
@@ -55,6 +58,14 @@ def ring_spans(partition: ContextPartition, inner: int) -> tuple[Spans, ...]:
                 joined.append(span)
         spans_by_rank.append(tuple(joined))
     return tuple(spans_by_rank)
+
+
+@lru_cache(maxsize=1 << 12)
+def fullest_share(partition: ContextPartition, visible: PlaceVisibility, head_ranks: int) -> float:
+    """The visible pairs of the rank that has the most, over the mean of all ranks; `head_ranks` neighbours exchange
+    tokens for heads, and so have their tokens together."""
+    counts = [visible.pairs(spans, partition.tokens) for spans in ring_spans(partition, head_ranks)]
+    return max(counts) * len(counts) / sum(counts)
 
 
 def _all_to_all_elements(

@@ -1,12 +1,20 @@
 """The tokens of a row that each rank of context parallelism computes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+from motet.models.spec.layer_specs import AttentionSpec
+
 ContextOrder = Literal["head-tail", "contiguous"]
 Spans = tuple[tuple[int, int], ...]  # (first, stop) of places in a row
+
+
+def default_order(attention: Iterable[AttentionSpec]) -> ContextOrder:
+    """The order that gives ranks equally much work: head-tail where every layer is causal and has no window."""
+    return "head-tail" if all(each.causal and each.window is None for each in attention) else "contiguous"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.memory.policy_choice import ALL_ON_DEVICE, Place, StatePlaces
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
@@ -56,6 +57,14 @@ class StepPlan:
     def context_partition(self, tokens: int) -> ContextPartition:
         """The places of rows with a number of tokens on the ranks of context parallelism."""
         return ContextPartition(tokens, self.dims.size(CONTEXT_DIMENSION), self.context_order)
+
+    def part_on_rank(self, shape: MicroBatchShape, rank: int) -> MicroBatchShape:
+        """The part of a micro-batch of complete rows that a rank of context parallelism computes."""
+        if self.dims.size(CONTEXT_DIMENSION) == 1:
+            return shape
+        length = self.context_partition(shape.length).length(self.dims.coordinates(rank)[CONTEXT_DIMENSION])
+        targets = None if shape.targets is None else round(shape.targets * length / shape.length)
+        return replace(shape, length=length, targets=targets)
 
     @property
     def head_ranks(self) -> int:

@@ -275,7 +275,9 @@ class ActivationCollective:
 def activation_collectives(
     plan: StepPlan, shape: MicroBatchShape, recipe: PrecisionRecipe, *, rank: int | None = None
 ) -> tuple[ActivationCollective, ...]:
-    """The collectives of a micro-batch of this shape, forward before backward; only those of a rank, if it is given."""
+    """The collectives of a micro-batch of complete rows, forward before backward; only those of a rank, if it is given.
+    Of ranks that share rows they are those of the first."""
+    shape = plan.part_on_rank(shape, rank or 0)
     trained = {name for tensor in plan.inventory.trained for name in (tensor.name, *tensor.aliases)}
     comms = plan.model_sharding.boundary_comms if rank is None else _comms_on_rank(plan, rank)
     made = [each for comm in comms for each in _collectives_of_comm(comm, trained, shape=shape, dtype=recipe.compute)]
@@ -328,7 +330,8 @@ def _collectives_of_comm(
 def sent_activation_bytes(
     plan: StepPlan, shape: MicroBatchShape, recipe: PrecisionRecipe, *, rank: int, hosts: HostOfRank | None = None
 ) -> StepTrafficBytes:
-    """Bytes of a rank in a step whose micro-batches have this shape, by the backend `motet`; None: all share a host."""
+    """Bytes of a rank in a step with micro-batches of complete rows of this shape, by the backend `motet`; without
+    hosts, all ranks share one."""
     sent = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
     for each in activation_collectives(plan, shape, recipe, rank=rank):
         ranks = plan.dims.group_of(rank, each.over)

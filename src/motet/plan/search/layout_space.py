@@ -15,6 +15,7 @@ from motet.core.errors import check_input
 from motet.memory.policy_choice import Place
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.context_parallel.context_partition import ContextOrder, default_order
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.layout import Layout, LayoutSettings, layout_of_settings, layout_of_sizes, parse_layout
 from motet.parallel.pipeline.schedules import SCHEDULES
@@ -41,6 +42,7 @@ class SearchSpace:
 
     def layouts(self) -> Iterator[Layout]:
         """All layouts without recomputation; stages of ZeRO follow one another."""
+        default: ContextOrder = default_order(self.spec.attention)
         for tp in self._tensor_degrees():
             for pp in self._pipeline_degrees(tp):
                 for cp in self._context_degrees(tp * pp):
@@ -48,8 +50,11 @@ class SearchSpace:
                     if self._data_problem(dp):
                         continue
                     sp = tp > 1 and self.sequence % tp == 0
+                    order = default if cp > 1 else "head-tail"
                     for ep in self._expert_degrees(dp * cp * tp):
-                        yield from self._schedules(layout_of_sizes(dp=dp, tp=tp, sp=sp, pp=pp, cp=cp, ep=ep))
+                        yield from self._schedules(
+                            layout_of_sizes(dp=dp, tp=tp, sp=sp, pp=pp, cp=cp, cp_order=order, ep=ep)
+                        )
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """One of `layouts`, and others with its sizes and its schedule."""
@@ -97,6 +102,7 @@ class SearchSpace:
                             tp=layout.tp,
                             sp=layout.sp,
                             cp=layout.cp,
+                            cp_order=layout.cp_order,
                             pp=layout.pp,
                             chunks=chunks,
                             schedule=schedule,
@@ -200,8 +206,11 @@ class PlannedLayout(NamedTuple):
     states: Place | None = None  # That of the job when not given
 
 
-def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayout:
-    """The layout of settings such as "tp=8 pp=16 recompute=full optimizer=host" on a number of devices."""
+def layout_from_words(
+    text: str, devices: int, global_batch: int, *, order: ContextOrder = "head-tail"
+) -> PlannedLayout:
+    """The layout of settings such as "tp=8 pp=16 recompute=full optimizer=host" on a number of devices. `order` is the
+    default of `cp_order`."""
     kinds: dict[str, Recompute] = {kind: kind for kind in get_args(Recompute) if " " not in kind}
     places: dict[str, Place] = {place: place for place in get_args(Place)}
     words = text.split()
@@ -220,7 +229,7 @@ def layout_from_words(text: str, devices: int, global_batch: int) -> PlannedLayo
         f"layout {text!r}: a global batch of {global_batch} rows cannot be cut evenly over dp = {dp}; choose a "
         f"divisor, or another data.batch_sequences",
     )
-    layout = layout_of_settings(settings, dp, global_batch)
+    layout = layout_of_settings(settings, dp, global_batch, order=order)
     check_input(
         layout.schedule in SCHEDULES,
         f"layout {text!r}: there is no schedule {layout.schedule!r}, and that of a file cannot be planned; use one of "
@@ -243,7 +252,8 @@ def _check_is_planned(text: str, settings: LayoutSettings) -> None:
 
 def with_layout(step: PlannedStep, text: str, devices: int) -> PlannedStep:
     """The step with the layout of a text, and with the stages that the framework cuts the model into."""
-    layout, recompute, states = layout_from_words(text, devices, step.global_batch)
+    order = default_order(step.spec.attention)
+    layout, recompute, states = layout_from_words(text, devices, step.global_batch, order=order)
     layout = with_balanced_stages(step, layout)
     step = replace(step, layout=layout, recompute=recompute, states=states or step.states)
     check_layout(step)

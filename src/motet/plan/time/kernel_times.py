@@ -26,6 +26,9 @@ from motet.models.spec.layer_specs import (
     SavedActivation,
     SavedAttentionMatrix,
 )
+from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
+from motet.parallel.context_parallel.context_bytes import fullest_share
+from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
 from motet.plan.frameworks import SoftwareStack
 from motet.plan.planned_step import Recompute, SameObject, is_expert
 
@@ -165,10 +168,12 @@ class KernelTimes:
     compute: str  # The dtype of activations
     matmul: str  # The dtype of the inputs of products inside of blocks
     sequence_parts: int = 1  # Ranks that share a sequence: the queries of each see the keys of all
+    order: ContextOrder = "head-tail"  # The parts of these ranks
+    head_ranks: int = 1  # Neighbours among them that exchange tokens for heads
 
     def block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
         """The times of one block, which are computed once for all layouts in which it is the same."""
-        kernels = SameObject(self.rates), SameObject(self.stack), self.compute, self.matmul, self.sequence_parts
+        kernels = SameObject(self.rates), SameObject(self.stack), self.compute, self.matmul, self._parts
         return _times_of_block(SameBlock(block), shape, recompute, kernels=kernels)
 
     def compute_block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
@@ -264,12 +269,23 @@ class KernelTimes:
                 seconds = self._unfused_attention_s(operation, shape)
                 forward, backward = forward + seconds, backward + 2 * seconds * operation.input_gradient
                 continue
-            flops = self._attention_flops(operation, shape) * parts
+            flops = self._attention_flops(operation, shape) * parts * self._share_of_fullest_rank(operation, keys)
             share = self._share_of_attention(kind, (operation.key_dim + operation.value_dim) / 2, keys)
             forward += flops / (self.rates.attention_flops[kind] * share)
             backward_flops = _BACKWARD_ATTENTION * flops * operation.input_gradient
             backward += backward_flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
+
+    @property
+    def _parts(self) -> tuple[int, ContextOrder, int]:
+        return self.sequence_parts, self.order, self.head_ranks
+
+    def _share_of_fullest_rank(self, operation: AttentionSpec, keys: int) -> float:
+        """The FLOPs of the rank with the most pairs of query and key, over the mean of the ranks that share rows."""
+        ranks = self.sequence_parts
+        partition = ContextPartition(keys * ranks, ranks, self.order)
+        visible = PlaceVisibility(operation.causal, operation.window if operation.causal else None)
+        return fullest_share(partition, visible, self.head_ranks) if ranks > 1 else 1.0
 
     def _kind_of_attention(self, block: BlockSpec) -> str:
         """cuDNN's fused attention had no sinks, which are learned logits in addition to those of keys."""
@@ -325,13 +341,13 @@ class KernelTimes:
         return logits * self.stack.bytes_per_logit / self.rates.memory_Bps
 
 
-_Kernels = tuple[SameObject[DeviceRates], SameObject[SoftwareStack], str, str, int]
+_Kernels = tuple[SameObject[DeviceRates], SameObject[SoftwareStack], str, str, tuple[int, ContextOrder, int]]
 
 
 @lru_cache(maxsize=1 << 14)
 def _times_of_block(same: SameBlock, shape: MicroBatchShape, recompute: Recompute, *, kernels: _Kernels) -> BlockTimes:
     rates, stack, compute, matmul, parts = kernels
-    return KernelTimes(rates.value, stack.value, compute, matmul, parts).compute_block(same.block, shape, recompute)
+    return KernelTimes(rates.value, stack.value, compute, matmul, *parts).compute_block(same.block, shape, recompute)
 
 
 def _divided(rates: Mapping[str, float], by: float) -> dict[str, float]:

@@ -38,7 +38,7 @@ from motet.parallel.step_plan.sent_activations import HostActivations, sent_size
 from motet.parallel.step_plan.stage_memory import StagePeaks, stage_peaks
 from motet.parallel.step_plan.traffic import delayed_update_bytes, host_link_bytes, state_files
 from motet.precision.recipe import PrecisionRecipe
-from motet.train.job import Job, computed_shape
+from motet.train.job import Job, batch_shape, computed_shape
 from motet.train.memory_check.step_drawing import SavedLife, StepDrawing
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
@@ -378,7 +378,8 @@ def predict_host_activations(
 
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
     """The micro-batches that a rank computes."""
-    return replace(computed_shape(job, len(plan.rows_by_rank[rank][0])), packed=is_packed)
+    part = plan.part_on_rank(batch_shape(job, len(plan.rows_by_rank[rank][0])), rank)
+    return replace(computed_shape(part), packed=is_packed)
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
@@ -425,7 +426,7 @@ def _saved_by_stage(
     sharding, saved_lives = plan.model_sharding, partial(_saved_lives, dtype=dtype, offloads=offloads)
     if not sharding.stages:
         return {0: saved_lives(spec, shape, policies, is_first=True)}
-    parts, sizes = [spec.on_stage(blocks) for blocks in sharding.stages], _sizes_by_name(shape)
+    parts, sizes = [spec.on_stage(blocks) for blocks in sharding.stages], shape.sizes_by_name
     outputs = [border.activation_bytes for border in border_traffic(sharding, sizes, compute=dtype)]
     if not sharding.wires:  # Before the split is proven: the input of the next block
         first_inputs = (next(block.input for block in part.blocks if block.input) for part in parts[1:])
@@ -436,10 +437,6 @@ def _saved_by_stage(
         output = [_saved_life("output of the stage", outputs[stage])] if stage < len(outputs) else []
         saved[stage] = lives + output
     return saved
-
-
-def _sizes_by_name(shape: MicroBatchShape) -> dict[str, int]:
-    return {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
 
 
 def _saved_lives(

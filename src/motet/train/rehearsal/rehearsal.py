@@ -43,6 +43,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.process.process_group import RankGroup, default_rank_group, world_of_one
+from motet.parallel.step_plan.attention_traffic import attention_comms
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import activation_collectives
 from motet.parallel.torch_private import fake_process_group, kernels_of_cpu_on_meta, message_of_call
@@ -197,7 +198,9 @@ def _dimensions(ranks: Sequence[int], dims: ParallelDims) -> str:
 def planned_collectives(
     plan: StepPlan, layout: Layout, recipe: PrecisionRecipe, *, shape: MicroBatchShape, rank: int, slices: int
 ) -> MessageSizes:
-    """The collectives of a rank in a step; each of the `slices` ranks that have an activation sends one slice."""
+    """The collectives of a rank in a step with micro-batches of complete rows of this shape; each of the `slices` ranks
+    that have an activation sends one slice. Messages inside of attention are not among them, but for its collectives
+    on gathered keys."""
     planned: MessageSizes = Counter()
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
@@ -207,6 +210,10 @@ def planned_collectives(
     for each in activation_collectives(plan, shape, recipe, rank=rank):
         members = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
         planned[(each.collective, members), DTYPE_BYTES[each.dtype] * each.numel] += plan.microbatches
+    for comm in attention_comms(plan, shape, recipe, rank=rank) if plan.context_kind == "all-gather" else ():
+        gathered = comm.forward_bytes * len(comm.ranks) // (len(comm.ranks) - 1)
+        for collective in (*comm.forward, *comm.backward):
+            planned[(collective, comm.ranks), gathered] += plan.microbatches
     if plan.model_sharding.stages:
         _add_messages(planned, plan, layout=layout, recipe=recipe, shape=shape, rank=rank, slices=slices)
     return planned
@@ -251,7 +258,7 @@ def _add_messages(
         next(ranks for ranks in plan.dims.groups(dim) if rank in ranks)
         for dim in (PIPELINE_DIMENSION, TENSOR_DIMENSION)
     )
-    sizes: Mapping[str, int] = {"rows": shape.rows, "tokens": shape.length, "source tokens": shape.source_length}
+    sizes: Mapping[str, int] = plan.part_on_rank(shape, rank).sizes_by_name
     steps = layout.pipeline_schedule(plan.microbatches).steps[members.index(rank)]
     for message in (message for step in steps if not isinstance(step, PipelineAction) for message in step):
         kind = "receive" if message.is_receive else "send"
