@@ -1,4 +1,4 @@
-"""Training over ranks that split sequences computes the numbers of one device, for every pair of what a job may have."""
+"""Training over ranks that split sequences computes the numbers of one device, for every pair of settings."""
 
 from functools import cache
 from pathlib import Path
