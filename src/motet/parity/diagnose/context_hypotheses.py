@@ -184,7 +184,11 @@ def _is_run(rows: tuple[int, ...]) -> bool:
 
 
 def _find_mistake(
-    located: LocatedDifference, partition: ContextPartition, records: list[tuple[int, RecordedTensor]], *, layout: Layout
+    located: LocatedDifference,
+    partition: ContextPartition,
+    records: list[tuple[int, RecordedTensor]],
+    *,
+    layout: Layout,
 ) -> str:
     by_rows = {record.rows: AttentionRecompute(located, partition, record.rows) for _, record in records}
     right = {rows: each.value(None) for rows, each in by_rows.items()}
