@@ -206,6 +206,11 @@ class Layout:
         return self.cp > 1
 
     @property
+    def exchanging_heads(self) -> int:
+        """The ranks of context parallelism that exchange tokens for heads; 1 where none do."""
+        return self.cp if self.cp_kind == "all-to-all" else self.cp_inner
+
+    @property
     def zero(self) -> int:
         return self.sharding.zero
 

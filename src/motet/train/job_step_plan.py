@@ -42,7 +42,7 @@ def step_plan_of_job(
     """The plan of a model with known sizes; by default all parameters are trained, and none is split. Without a proof,
     its calls of attention follow from the sizes."""
     model_sharding = model_sharding or ModelSharding()
-    if layout.cp > 1 and not model_sharding.attention and not isinstance(job.model, UserModuleSettings):
+    if layout.cuts_rows and not model_sharding.attention and not isinstance(job.model, UserModuleSettings):
         model_sharding = replace(model_sharding, attention=attention_of_spec(spec_from_settings(job.model)))
     return make_step_plan(
         inventory or inventory_of_spec(spec_from_settings(job.model)),
@@ -61,7 +61,7 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
 
     The split is proven on the job's module, with torch, unless an earlier run with the same job has kept the proof.
     """
-    has_known_calls = layout.cp == 1 or not isinstance(job.model, UserModuleSettings)
+    has_known_calls = not layout.cuts_rows or not isinstance(job.model, UserModuleSettings)
     if layout.dims.size(TENSOR_DIMENSION, PIPELINE_DIMENSION) == 1 and has_known_calls:
         return step_plan_of_job(job, layout)
     if (known := read_proof_of_job(job, layout)) is not None:

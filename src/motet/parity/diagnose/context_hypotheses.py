@@ -141,9 +141,9 @@ def _decode(tokens: _TokensOfRank, positions: Tensor) -> Tensor | None:
     table = complete.new_zeros(int(known.max()) + 1, complete.shape[1]).index_copy(0, known, complete)
     is_known = torch.zeros(len(table), dtype=torch.bool).index_fill(0, known, True)
     size = float(complete.abs().max())
-    if float((table[known] - complete).abs().max()) > TABLE_TOLERANCE * size:
+    if relative_distance(table[known], complete) > TABLE_TOLERANCE:
         return None
-    distances = (value.flatten(0, 1)[:, None] - table).abs().amax(-1).masked_fill(~is_known, float("inf"))
+    distances = torch.cdist(value.flatten(0, 1), table, p=float("inf")).masked_fill(~is_known, float("inf"))
     nearest = distances.min(1)
     return nearest.indices.view(value.shape[:2]) if float(nearest.values.max()) <= TABLE_TOLERANCE * size else None
 
@@ -200,7 +200,7 @@ def _find_mistake(
     if not wrong:
         return ""
     worst = records[distances.index(max(distances))]
-    exchanging = layout.cp if layout.cp_kind == "all-to-all" else layout.cp_inner
+    exchanging = layout.exchanging_heads
     mistakes = PossibleMistakes(partition, exchanging)
     candidates = mistakes.output_mistakes() if located.key.kind == "activation" else mistakes.gradient_mistakes()
     for mistake in candidates:

@@ -63,7 +63,7 @@ def _plan_of_sizes(job: Job, layout: Layout) -> StepPlan:
     sharding = replace(
         sharding,
         stage_tensors=_tensors_of_two_stages(spec, sharding.stages),
-        attention=attention_of_spec(spec) if layout.cp > 1 else (),
+        attention=attention_of_spec(spec) if layout.cuts_rows else (),
     )
     part = one_of_them.layout_for(layout.dims.ranks // degree)
     return step_plan_of_job(one_of_them, part, inventory_of_spec(spec), model_sharding=sharding)
