@@ -62,10 +62,11 @@ def test_pairs_that_each_rank_computes(ranks: Ranks) -> None:
 @pytest.mark.parametrize("tokens", [31, 257])
 def test_attention_of_parts_in_all_combinations(ranks: Ranks, world: int, tokens: int) -> None:
     kinds = [*KINDS, replace(KINDS[1], overlaps=False), *([Case("ring", inner=2)] if world == 4 else [])]
-    bases = [replace(kind, tokens=tokens, key_heads=heads) for kind in kinds for heads in (1, 2, 4)]
-    cases = [case for base in bases for case in varied(base)]
+    key_heads = (1, 2, 4) if tokens == 31 else (2,)
+    cases = [each for kind in kinds for n in key_heads for each in varied(replace(kind, tokens=tokens, key_heads=n))]
     check(ranks.on("gloo").run(world, compare, cases, timeout_s=300))
-    check(ranks.run(world, compare, cases, timeout_s=300))
+    if tokens == 31:
+        check(ranks.run(world, compare, cases, timeout_s=300))
 
 
 @pytest.mark.parametrize(
