@@ -19,6 +19,7 @@ from pages import (
     command_outputs,
     commands,
     compositions,
+    context_parallel_families,
     data_parallelism,
     job_settings,
     package_picture,
@@ -43,6 +44,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/verify-matrix.md": verify_matrix.page,
     planning_devices.PAGE: planning_devices.page,
     "reference/tensor-parallel-families.md": tensor_parallel_families.page,
+    context_parallel_families.PAGE: context_parallel_families.page,
     "guide/data-parallelism.md": data_parallelism.page,
     tensor_parallelism.PAGE: tensor_parallelism.page,
     "pictures/tensor-parallel-block.svg": tensor_parallelism.picture,
@@ -65,6 +67,7 @@ PAGES: dict[str, Callable[[], str]] = {
 MEASURED: dict[str, Callable[[list[str]], tuple[str, bool]]] = {
     "reference/verify-matrix.md": verify_matrix.measure,
     "reference/tensor-parallel-families.md": tensor_parallel_families.measure,
+    context_parallel_families.PAGE: context_parallel_families.measure,
     "reference/planted-mistakes.md": planted_mistakes.measure,
     "reference/server-protocol.md": server_protocol.measure,
     planning_constants.PAGE: planning_constants.measure,
