@@ -21,8 +21,8 @@ from motet.models.torch_private import flash_backward, flash_forward
 from motet.parallel.context_parallel.attention_tiles import AttentionTile, PlaceVisibility, Span, TileLimits
 from motet.parallel.context_parallel.context_partition import Spans
 
-# Elements of a dense mask, or of scores: 16 MiB in float32, whatever the length of rows
-TILE_ELEMENTS = 1 << 22
+# Elements of a dense mask, or of scores: 4 MiB in float32, whatever the length of rows
+TILE_ELEMENTS = 1 << 20
 DOCUMENT_EDGE = 512  # Tokens of a tile where documents may hide all of it
 CUDA_HEAD_DIM = 256  # The largest one that the kernels of CUDA take
 SMALLEST_EDGE = 64  # Tokens of a tile along each side; for a window, twice that
