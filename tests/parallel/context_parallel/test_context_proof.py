@@ -49,7 +49,9 @@ def trainable(settings: ModelSettings) -> TrainableModel:
 
 def hugging_face(kind: str, folder: Path, **config: Any) -> TrainableModel:
     pytest.importorskip("transformers")
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, **_SIZES, **_HEADS, **config}))
+    values = {"model_type": kind, **_SIZES, **_HEADS, **config}
+    values.pop("head_dim" if kind == "falcon" else "", None)  # Falcon computes it
+    (folder / "config.json").write_text(json.dumps(values))
     return trainable(UserModuleSettings(family="module", factory=f"hf:{folder}"))
 
 

@@ -233,8 +233,8 @@ def check_memory_of_proof(module: nn.Module, reason: str) -> None:
     needed, limit = bytes_of_proof(module), min(read_memory_limits(), key=lambda each: each.total_bytes)
     if needed > limit.total_bytes:
         raise InputError(
-            f"layout.tp, layout.cp and layout.pp split a model after a proof, which takes about {format_bytes(needed)} "
-            f"for {type(module).__name__}, and {limit.name} {format_bytes(limit.total_bytes)}; no smaller model stands for "
+            f"layout.tp, layout.cp and layout.pp split a model after a proof, which takes {format_bytes(needed)} for "
+            f"{type(module).__name__}, and {limit.name} {format_bytes(limit.total_bytes)}; no smaller model stands for "
             f"it: {reason}. Let model.factory take its sizes as arguments by their usual names, such as hidden_size, "
             "num_hidden_layers and num_attention_heads, so that motet can make a smaller one, or leave them out"
         )
