@@ -78,7 +78,8 @@ class BlockwiseAttention:
     def attend(self, q: Tensor, blocks: Iterable[KeyBlock], value_dim: int) -> tuple[Tensor, Tensor]:
         """The output [R, h, t, Dv] and the log-sum-exp [R, h, t], both in float32 or float64."""
         dtype = accumulation_dtype(q)
-        output = q.new_zeros((*q.shape[:3], value_dim), dtype=dtype)
+        # As kernels lay it out: the layer after attention joins the heads of a token without a copy.
+        output = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], value_dim), dtype=dtype).transpose(1, 2)
         log_sum_exp = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         for block in blocks:
             k, v = block.keys_and_values

@@ -30,6 +30,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.step_plan.attention_memory import spec_on_context_rank
 from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
@@ -327,7 +328,7 @@ def predict_timeline(
 ) -> MemoryTimeline:
     """The timeline of a rank; `policies` are those of all blocks of the model, by default the job's."""
     rank %= plan.dims.ranks
-    need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
+    need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), _spec_on_rank(job, plan, rank)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
     saved, peaks = dict[int, list[SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
@@ -363,7 +364,8 @@ def predict_host_activations(
     is_packed: bool = False,
 ) -> HostActivations:
     """The activations of a rank on its host, with the same arguments; none where the sizes of a model are not known."""
-    spec, rank = model_spec(job), rank % plan.dims.ranks
+    rank %= plan.dims.ranks
+    spec = _spec_on_rank(job, plan, rank)
     if spec is None or job.memory.activations == "device":
         return HostActivations()
     shape, chosen = _shape_on_rank(job, plan, rank, is_packed=is_packed), policies or predicted_policies(job, spec)
@@ -374,6 +376,13 @@ def predict_host_activations(
     for action in actions:
         drawing.add(action)
     return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
+
+
+def _spec_on_rank(job: Job, plan: StepPlan, rank: int) -> ModelSpec | None:
+    """The sizes of the model with the bytes that attention takes on the rank; None if they are not known."""
+    spec, tokens = model_spec(job), batch_shape(job, 1).length
+    dtype = job.precision.resolved.compute
+    return spec and spec_on_context_rank(spec, plan, rank, tokens=tokens, dtype=dtype)
 
 
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
