@@ -4,7 +4,6 @@ A forward makes tensors that nothing keeps. A backward goes through the saved te
 one makes gradients of its output, its input and its weight, and then the tensor is freed.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
@@ -59,8 +58,9 @@ def _exchanged_in_forward(block: BlockSpec, shape: MicroBatchShape, dtype: str) 
     """Bytes of each attention of ranks that share rows, without those of tensors that the block saves after it."""
     for each in block.layer.operations:
         if isinstance(each, AttentionSpec) and each.exchange is not None:
-            after = itertools.takewhile(lambda tensor: tensor.name not in each.reads, reversed(block.layer.saved))
-            yield shape.rows * each.exchange.forward - sum(tensor.bytes(shape, dtype) for tensor in after)
+            first = 1 + max((i for i, tensor in enumerate(block.layer.saved) if tensor.name in each.reads), default=-1)
+            after = sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved[first:])
+            yield each.exchange.forward - after
 
 
 def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, splits_vocabulary: bool) -> int:
@@ -108,7 +108,7 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
         elif tensor.kernel == "attention":
             operation = attention[layer]
             vectors = 2 * operation.heads * (operation.key_dim + operation.value_dim)
-            exchanged = operation.exchange and operation.exchange.backward * shape.rows
+            exchanged = operation.exchange and operation.exchange.backward
             yield BackwardMoment(left, stream + (exchanged or vectors * shape.count(operation.queries) * width))
             freed += sum(sizes.get(name, 0) for name in operation.reads)
         else:

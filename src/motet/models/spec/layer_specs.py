@@ -174,11 +174,11 @@ class MatmulSpec:
 
 
 class ExchangeBytes(NamedTuple):
-    """Bytes of each row that attention takes on one of the ranks that share the row, besides the stream."""
+    """Bytes of a micro-batch that attention takes on one of the ranks that share its rows, besides the stream."""
 
     forward: int
     backward: int
-    kept: int = 0  # In addition to what attention of complete rows keeps for backward
+    kept: int = 0  # For backward, in the place of its queries, keys and values
 
 
 @dataclass(frozen=True)

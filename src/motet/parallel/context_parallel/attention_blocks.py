@@ -18,11 +18,15 @@ from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.arch.layers import accumulation_dtype, kernel_device
 from motet.models.layout_invariant_dropout import AttentionDropout
 from motet.models.torch_private import flash_backward, flash_forward
-from motet.parallel.context_parallel.attention_tiles import AttentionTile, PlaceVisibility, Span, TileLimits
+from motet.parallel.context_parallel.attention_tiles import (
+    TILE_ELEMENTS,
+    AttentionTile,
+    PlaceVisibility,
+    Span,
+    TileLimits,
+)
 from motet.parallel.context_parallel.context_partition import Spans
 
-# Elements of a dense mask, or of scores: 16 MiB in float32, whatever the length of rows
-TILE_ELEMENTS = 1 << 22
 CUDA_HEAD_DIM = 256  # The largest one that the kernels of CUDA take
 SMALLEST_EDGE = 64  # Tokens of a tile along each side; for a window, twice that
 

@@ -9,6 +9,8 @@ from motet.parallel.context_parallel.context_partition import Spans
 
 Span = tuple[int, int]  # (first, stop) of places in a row; first equals stop where it is empty
 TileMask = Literal["none", "causal", "dense"]
+# Elements of a dense mask, or of scores: 16 MiB in float32, whatever the length of rows
+TILE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)

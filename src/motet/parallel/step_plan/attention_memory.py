@@ -4,18 +4,22 @@ A forward keeps what attention of complete rows keeps, without any matrix of sco
 tokens of the rank, the output and its log-sum-exp. Keys of other ranks are there while one layer computes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import isqrt
 
 from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import (
     AttentionSpec,
     BlockSpec,
     ExchangeBytes,
+    MicroBatchShape,
     SavedActivation,
     SavedAttentionMatrix,
 )
 from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.context_parallel.attention_tiles import TILE_ELEMENTS
 from motet.parallel.context_parallel.context_bytes import ring_spans
 from motet.parallel.context_parallel.context_partition import ContextPartition
 from motet.parallel.context_parallel.head_split import HeadSplit
@@ -23,6 +27,9 @@ from motet.parallel.context_parallel.ring_schedule import count_tokens
 from motet.parallel.layout import ContextParallelKind
 from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.step_plan.plan import StepPlan
+
+# Scores of a tile, probabilities, dropout and their products that are there together
+_SCORES_FORWARD, _SCORES_BACKWARD = 5, 7
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class _AttentionOfRank:
     kind: ContextParallelKind
     head_ranks: int  # Neighbours that exchange tokens for heads
     dtype: str
+    shape: MicroBatchShape  # Of complete rows
+    has_dropout: bool
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -55,15 +64,30 @@ class _AttentionOfRank:
         return count_tokens(spans), max(stop - first for first, stop in spans)
 
     def bytes(self) -> ExchangeBytes:
-        """Bytes of a row in addition to the stream."""
+        """Bytes of the micro-batch."""
+        of_row, (forward, backward), rows = self._bytes_of_row(), self._tile_bytes(), self.shape.rows
+        return ExchangeBytes(rows * of_row.forward + forward, rows * of_row.backward + backward, rows * of_row.kept)
+
+    def _bytes_of_row(self) -> ExchangeBytes:
         (narrow, wide), (heads, _), (tokens, together) = self._widths, self._heads, self._queries
         key_dim, value_dim = self.call.key_dim, self.call.value_dim
-        forward, backward = self._keys_forward(), self._keys_backward()
-        forward = max(forward[0], forward[1] + (narrow + wide) * heads * together * value_dim)
+        (arriving, computing), (arriving_back, computing_back) = self._keys_forward(), self._keys_backward()
+        forward = max(arriving, computing + (narrow + wide) * heads * together * value_dim)
         forward += wide * heads * tokens * value_dim * (wide > narrow)  # The sum of the output over blocks of keys
         grads = 2 * narrow * heads * tokens * value_dim + wide * heads * tokens * key_dim
-        backward = max(backward[0], backward[1] + narrow * heads * together * key_dim)
+        backward = max(arriving_back, computing_back + narrow * heads * together * key_dim)
         return self._with_head_exchange(ExchangeBytes(forward, backward + grads))
+
+    def _tile_bytes(self) -> tuple[int, int]:
+        """The dense mask of a tile of queries and keys, or its scores, probabilities and their gradients."""
+        (narrow, wide), (heads, _), (_, together) = self._widths, self._heads, self._queries
+        matrices = self.shape.rows * (heads if self.has_dropout else 1)
+        edge = isqrt(TILE_ELEMENTS // matrices)
+        elements = matrices * min(edge, together) * min(edge, self.partition.tokens)
+        if self.has_dropout:
+            return _SCORES_FORWARD * wide * elements, _SCORES_BACKWARD * wide * elements
+        has_mask = self.shape.packed or self.call.window is not None
+        return (narrow * elements * has_mask,) * 2
 
     def _keys_forward(self) -> tuple[int, int]:
         """Keys and values of a row that are there while they arrive, and while a block of them is computed."""
@@ -108,45 +132,64 @@ class _AttentionOfRank:
         tokens, queries = self._queries[0], heads * call.key_dim
         inputs = tokens * (queries + key_heads * (call.key_dim + call.value_dim))
         sent = local * (call.heads * call.key_dim + max(all_keys, self.head_ranks) * (call.key_dim + call.value_dim))
-        kept = inputs + tokens * heads * call.value_dim - local * (call.heads + all_keys) * call.key_dim
+        kept = inputs + tokens * heads * call.value_dim
         arriving = narrow * (sent + inputs)
         output = narrow * 2 * tokens * heads * call.value_dim + (narrow + wide) * local * call.heads * call.value_dim
         returning = 2 * narrow * inputs + (narrow + wide) * sent
-        return ExchangeBytes(max(keys.forward, arriving, output), max(keys.backward, returning), max(0, kept) * narrow)
+        return ExchangeBytes(max(keys.forward, arriving, output), max(keys.backward, returning), kept * narrow)
 
 
-def spec_on_context_rank(spec: ModelSpec, plan: StepPlan, rank: int, *, tokens: int, dtype: str) -> ModelSpec:
-    """The model with the bytes that its attention takes on a rank, for rows of a number of tokens."""
+def spec_on_context_rank(
+    spec: ModelSpec, plan: StepPlan, rank: int, *, shape: MicroBatchShape, dtype: str
+) -> ModelSpec:
+    """The model with the bytes that its attention takes on a rank, for micro-batches of complete rows of this shape."""
     if plan.dims.size(CONTEXT_DIMENSION) == 1:
         return spec
     index = plan.dims.coordinates(rank)[CONTEXT_DIMENSION]
-    how = plan.context_partition(tokens), index, plan.context_kind, plan.head_ranks, dtype
+    how = plan.context_partition(shape.length), index, plan.context_kind, plan.head_ranks, dtype, shape
     return replace(spec, blocks=tuple(_block_on_rank(block, how) for block in spec.blocks))
 
 
-_HowRanksShare = tuple[ContextPartition, int, ContextParallelKind, int, str]
+_HowRanksShare = tuple[ContextPartition, int, ContextParallelKind, int, str, MicroBatchShape]
 
 
 def _block_on_rank(block: BlockSpec, how: _HowRanksShare) -> BlockSpec:
-    operations, saved = list(block.layer.operations), [each for each in block.layer.saved if not _is_matrix(each)]
+    operations, saved = list(block.layer.operations), list(block.layer.saved)
     for index, each in enumerate(operations):
         if isinstance(each, AttentionSpec):
-            exchange, name = _exchange_bytes(each, how), f"{each.name}.exchanged"
-            reads = each.reads
-            if exchange.kept:
-                place = next((i for i, tensor in enumerate(saved) if tensor.name in reads), len(saved))
-                saved.insert(place, SavedActivation(name, exchange.kept // DTYPE_BYTES[how[-1]], "row"))
-                reads = (*reads, name)
-            operations[index] = replace(each, exchange=exchange, reads=reads)
+            operations[index], saved = _attention_on_rank(each, saved, how)
+    saved = [each for each in saved if isinstance(each, SavedActivation)]
     layer = replace(block.layer, operations=tuple(operations), saved=tuple(saved))
-    arguments = tuple(each for each in block.arguments if not _is_matrix(each))
+    arguments = tuple(each for each in block.arguments if isinstance(each, SavedActivation))
     return replace(block, layer=layer, arguments=arguments)
 
 
+def _attention_on_rank(
+    call: AttentionSpec, saved: Sequence[SavedActivation | SavedAttentionMatrix], how: _HowRanksShare
+) -> tuple[AttentionSpec, list[SavedActivation | SavedAttentionMatrix]]:
+    """A call of attention on a rank, and the saved tensors of its block."""
+    name, kept, reads, has_dropout = call.name, list(saved), call.reads, not call.reads
+    if has_dropout:  # A log-sum-exp stands for the probabilities, and key heads are not repeated
+        reads = tuple(f"{name}.{part}" for part in ("queries", "keys_values", "output.input"))
+        sums = SavedActivation(f"{name}.sums", call.heads, call.queries, "wide", kernel="attention")
+        kept = [sums if each.name == f"{name}.probabilities" else each for each in kept]
+        width = (call.kv_heads or call.heads) * (call.key_dim + call.value_dim)
+        kept = [
+            replace(each, elements=width) if isinstance(each, SavedActivation) and each.name == reads[1] else each
+            for each in kept
+        ]
+    exchange = _exchange_bytes(call, how, has_dropout=has_dropout)
+    if exchange.kept:  # The output stays where the layer after attention reads it
+        *inputs, _ = [i for i, tensor in enumerate(kept) if tensor.name in reads]
+        for place in inputs:
+            kept[place] = replace(kept[place], is_kept=False)
+        *_, dtype, shape = how
+        elements = exchange.kept // (DTYPE_BYTES[dtype] * shape.rows)
+        kept.insert(inputs[-1], SavedActivation(f"{name}.exchanged", elements, "row"))
+        reads = (*reads, f"{name}.exchanged")
+    return replace(call, exchange=exchange, reads=reads), kept
+
+
 @lru_cache(maxsize=1 << 10)
-def _exchange_bytes(call: AttentionSpec, how: _HowRanksShare) -> ExchangeBytes:
-    return _AttentionOfRank(call, *how).bytes()
-
-
-def _is_matrix(tensor: object) -> bool:
-    return isinstance(tensor, SavedAttentionMatrix)
+def _exchange_bytes(call: AttentionSpec, how: _HowRanksShare, *, has_dropout: bool) -> ExchangeBytes:
+    return _AttentionOfRank(call, *how, has_dropout).bytes()

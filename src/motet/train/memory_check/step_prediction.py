@@ -328,7 +328,8 @@ def predict_timeline(
 ) -> MemoryTimeline:
     """The timeline of a rank; `policies` are those of all blocks of the model, by default the job's."""
     rank %= plan.dims.ranks
-    need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), _spec_on_rank(job, plan, rank)
+    need = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank)
+    spec = _spec_on_rank(job, plan, rank, is_packed=is_packed)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
     saved, peaks = dict[int, list[SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
@@ -365,7 +366,7 @@ def predict_host_activations(
 ) -> HostActivations:
     """The activations of a rank on its host, with the same arguments; none where the sizes of a model are not known."""
     rank %= plan.dims.ranks
-    spec = _spec_on_rank(job, plan, rank)
+    spec = _spec_on_rank(job, plan, rank, is_packed=is_packed)
     if spec is None or job.memory.activations == "device":
         return HostActivations()
     shape, chosen = _shape_on_rank(job, plan, rank, is_packed=is_packed), policies or predicted_policies(job, spec)
@@ -378,11 +379,11 @@ def predict_host_activations(
     return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
 
 
-def _spec_on_rank(job: Job, plan: StepPlan, rank: int) -> ModelSpec | None:
+def _spec_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> ModelSpec | None:
     """The sizes of the model with the bytes that attention takes on the rank; None if they are not known."""
-    spec, tokens = model_spec(job), batch_shape(job, 1).length
-    dtype = job.precision.resolved.compute
-    return spec and spec_on_context_rank(spec, plan, rank, tokens=tokens, dtype=dtype)
+    spec, shape = model_spec(job), batch_shape(job, len(plan.rows_by_rank[rank][0]))
+    shape, dtype = replace(shape, packed=is_packed), job.precision.resolved.compute
+    return spec and spec_on_context_rank(spec, plan, rank, shape=shape, dtype=dtype)
 
 
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
