@@ -85,6 +85,11 @@ SPLIT_LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp=2 dp=2 stage 3": (4, ["layout.pp=2", "layout.dp=2", "layout.zero=3"]),
     "zb-v pp=2 tp=2": (4, ["layout.pp=2", "layout.tp=2", "layout.schedule=zb-v", "layout.chunks=2"]),
 }
+CONTEXT_LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "cp=2 pp=2": (4, ["layout.cp=2", "layout.pp=2"]),
+    "cp=2 dp=2 stage 3": (4, ["layout.cp=2", "layout.dp=2", "layout.zero=3", "layout.cp_kind=ring"]),
+    "tp=2 cp=2": (4, ["layout.tp=2", "layout.cp=2", "layout.zero=1", "layout.cp_kind=all-to-all"]),
+}
 NORMED = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
 SLASHED = "model={factory='train.trainable_user_models:WithSlashes', vocab_size=260}"
 # What is trained -> (model, settings, layouts, of which `make test` takes the first two)
@@ -174,6 +179,13 @@ PAIRS = [  # `make test` takes the first two
     LayoutPair("hybrid", "hybrid", ("precision.recipe=bf16",), same_bits=True),
     LayoutPair("stage 2", "stage 2", ("optimizer.name=sgd", "optimizer.momentum=0.9"), same_bits=True),
     LayoutPair("stage 1", "stage 1", (SLASHED,), same_bits=True),
+    LayoutPair("cp=2 pp=2", "stage 0", STAGES),
+    LayoutPair("cp=2 pp=2", "tp=2 cp=2", STAGES),
+    LayoutPair("cp=2 pp=2", "one rank", STAGES),
+    LayoutPair("one rank", "cp=2 pp=2", STAGES),
+    LayoutPair("tp=2 cp=2", "cp=2 pp=2", STAGES),
+    LayoutPair("cp=2 dp=2 stage 3", "cp=2 pp=2", STAGES),
+    LayoutPair("cp=2 dp=2 stage 3", "cp=2 dp=2 stage 3", SPLIT, same_bits=True),
 ]
 QUICK_AND_PROOF = [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.proof) for pair in PAIRS[1:])]
 
@@ -182,7 +194,7 @@ QUICK_AND_PROOF = [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.proof) for p
 def test_another_layout_goes_on(ranks: Ranks, tmp_path: Path, pair: LayoutPair) -> None:
     settings = ["run.steps=6", *pair.settings]
     (world, before), (other, after) = (
-        {**LAYOUTS, **SPLIT_LAYOUTS, "one rank": (1, [])}[name] for name in (pair.before, pair.after)
+        {**LAYOUTS, **SPLIT_LAYOUTS, **CONTEXT_LAYOUTS, "one rank": (1, [])}[name] for name in (pair.before, pair.after)
     )
     ranks.run_places(other, run_job, small_job(tmp_path, *settings, *after), tmp_path / "whole", timeout_s=120)
     first = small_job(tmp_path, *settings, *before, "run.stop_at=3")

@@ -16,6 +16,7 @@ from motet.models.arch.attention_mask import AttentionMask
 from motet.models.hf.attention_function import configs_with_core
 from motet.models.mode_in_backward import BACKWARDS, backward_in_mode
 from motet.models.torch_private import InterceptedFunctions
+from motet.models.user_module import asks_for_field
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -25,10 +26,14 @@ class AttentionSeams:
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
-        kinds = {type(part).__module__.partition(".")[0] for part in parts}
-        self._mode = InterceptedFunctions(self._call_function) if kinds - {"motet", "torch"} else None
+        packages = {package for part in parts for package in _packages(part)}
+        is_foreign = bool(packages - {"motet", "torch", "builtins", "typing", "abc"})
+        self._mode = InterceptedFunctions(self._call_function) if is_foreign else None
         # Attributes of a module, its config, and the copy with the core of attention
-        self._configs = configs_with_core(parts) if "transformers" in kinds else []
+        self._configs = configs_with_core(parts) if "transformers" in packages else []
+        # A user's module attends across the documents of packed rows, unless its forward asks for them
+        is_known = not _packages(module).isdisjoint({"motet", "transformers"})
+        self.separate_documents = is_known or asks_for_field(module, "documents")
 
     @contextmanager
     def exchanging(self, exchange: AttentionExchange) -> Iterator[None]:
@@ -51,6 +56,11 @@ class AttentionSeams:
         if function is F.scaled_dot_product_attention and attention_exchange.get() is not None:
             return _attention(*args, **kwargs)
         return function(*args, **kwargs)
+
+
+def _packages(module: nn.Module) -> set[str]:
+    """The packages of the classes of a module: FSDP2 gives it a class of torch that inherits from the module's."""
+    return {base.__module__.partition(".")[0] for base in type(module).__mro__}
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:

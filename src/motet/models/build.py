@@ -47,7 +47,6 @@ from motet.models.settings import (
 )
 from motet.models.user_module import (
     DataRequirements,
-    asks_for_field,
     build_user_module,
     check_num_logits,
     check_prediction_shape,
@@ -80,7 +79,6 @@ class TrainableModel:
     # [R, V], the logits after the last of some tokens [R, T] that follow those of a cache; None without such a cache
     next_logits: Callable[[Tensor, KeyValueCache], Tensor] | None = None
     objective: str | None = None  # The objective of a Hugging Face model
-    separates_documents: bool = True  # Attention stays within the documents of packed rows
     # The values of parameters on the meta device, or None if another rank's module has them.
     initial_values: ParameterValues | None = None
     remark: str | None = None  # Why a rank has to build the complete module, for the user
@@ -238,7 +236,6 @@ def _wrap_user_module(
         num_classes=settings.vocab_size,
         randomness=randomness,  # a user's module may drop anything
         has_own_loss=loss_sum is not None,
-        separates_documents=checkpoint is not None or asks_for_field(module, "documents"),
     )
     if checkpoint is None:
         return model

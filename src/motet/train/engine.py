@@ -394,7 +394,8 @@ def build_engine(
     products = LinearProducts()  # Products of all linear layers that are split or queue weight gradients
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
-        sequences, context = split(module, plan.model_sharding, plan.dims), join_context_ranks(layout, step_group)
+        sequences = split(module, plan.model_sharding, plan.dims)
+        context = join_context_ranks(layout, step_group, module)
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(

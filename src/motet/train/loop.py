@@ -12,7 +12,7 @@ import torch
 from motet.checkpoint.background_writer import CheckpointSaver, SavedCheckpoint
 from motet.cluster.host_limits import keep_freed_memory
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
-from motet.core.trace import span
+from motet.core.trace import log_if_slow, span
 from motet.memory.tiers.device_limit import device_limit_of_run
 from motet.monitor.events import (
     RUN_END_REASONS,
@@ -24,6 +24,7 @@ from motet.monitor.events import (
     WarningIssued,
 )
 from motet.monitor.sinks import Callback
+from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.data_parallel.zero import sharded_states
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import pick_device, start_process_group
@@ -215,7 +216,13 @@ class TrainingLoop:
             path = self.report.parts.state.start_save(done)
             self.emit_event(CheckpointStarted(step=done, path=_name_in_run(path)))
             if is_last or self.waits_for_saves or self.job.checkpoint.mode == "sync":
-                report_saved(self.emit_event, self._saver.finish())
+                with log_if_slow(self._tell, f"waiting until the checkpoint of step {done} is written ..."):
+                    saved = self._saver.finish()
+                report_saved(self.emit_event, saved)
+
+    def _tell(self, text: str) -> None:
+        if self.report.parts.group.rank == 0:
+            stderr_console().print(text, highlight=False, soft_wrap=True)
 
 
 def report_saved(emit_event: Callable[[Event], None], saved: SavedCheckpoint | None) -> None:

@@ -265,7 +265,6 @@ def _proven_attention(job: Job, model: TrainableModel, batch: Batch, *, layout: 
         model.module,
         model.loss_sum,
         ranks=layout.dims.size(CONTEXT_DIMENSION),
-        separates_documents=model.separates_documents,
         prepare=model.check_on_tokens,
     )
     last = min(job.data.sequence_length, model.context or job.data.sequence_length) - 1

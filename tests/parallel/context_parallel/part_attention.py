@@ -15,6 +15,7 @@ from motet.core.trace import install_sink
 from motet.models.arch.attention_core import ScoreOptions, attend, attention_exchange
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, repeatable_dropout
+from motet.parallel.context_parallel import attention_blocks as blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
 from motet.parallel.context_parallel.context_bytes import sent_bytes
@@ -41,6 +42,8 @@ class Case:
     dropout: float = 0.0
     recomputes: bool = False
     overlaps: bool = True
+    tile_elements: int = 1 << 22
+    dtype: torch.dtype = torch.float64
 
     @property
     def call(self) -> AttentionCall:
@@ -88,7 +91,7 @@ def inputs_of(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(case.tokens)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
     t = case.tokens
     inputs = [random(ROWS, case.query_heads, t, 8), random(ROWS, case.key_heads, t, 8)]
@@ -147,7 +150,11 @@ def _outcome(group: RankGroup, case: Case) -> Outcome:
     counter, at_mark = Counter(), dict[str, float]()
     token = attention_exchange.set(Marked(context_attention(context, documents), counter, at_mark))
     try:
-        with install_sink(counter), _counted_on_wire(counter):
+        with (
+            install_sink(counter),
+            _counted_on_wire(counter),
+            patch.object(blocks, "TILE_ELEMENTS", case.tile_elements),
+        ):
             part_inputs = [*(x[:, :, index] for x in inputs[:3]), inputs[3]]
             part = AttentionTokens(index, None if documents is None else documents[:, index])
             part_mask = AttentionMask(part, part, causal=case.causal, window=case.window)
@@ -164,7 +171,13 @@ def _outcome(group: RankGroup, case: Case) -> Outcome:
     kinds = [counter.counts.get(f"attention_{each}_bytes", 0) for each in ("forward", "backward")]
     wire = at_mark.get("wire", 0), counter.counts.get("wire", 0) - at_mark.get("wire", 0)
     promised = sent_bytes(
-        case.call, context.partition, group.rank, kind=case.kind, inner=case.inner, rows=ROWS, itemsize=8
+        case.call,
+        context.partition,
+        group.rank,
+        kind=case.kind,
+        inner=case.inner,
+        rows=ROWS,
+        itemsize=case.dtype.itemsize,
     )
     sent = (int(kinds[0]), int(kinds[1]))
     return Outcome(case, worst, sent, promised, (int(wire[0]), int(wire[1])), int(counter.counts["attention_pairs"]))
@@ -188,9 +201,20 @@ def _counted_on_wire(counter: Counter) -> Iterator[None]:
         yield
 
 
+SMALL_TILES: dict[str, Any] = {"tokens": 257, "tile_elements": 1}
+ESSENTIAL: list[dict[str, Any]] = [
+    {"has_sinks": True, "recomputes": True},
+    {"order": "contiguous", "window": 5, "key_heads": 1},
+    {"order": "contiguous", "window": 12, "has_documents": True, "dropout": 0.3, "recomputes": True},
+    {"causal": False, "has_documents": True, "softcap": 1.5, "value_dim": 5},
+    {"has_documents": True, "window": 90, **SMALL_TILES},
+]
+
+
 def varied(case: Case) -> list[Case]:
     """The case under each kind of mask and of scores."""
     variants: list[dict[str, Any]] = [
+        *ESSENTIAL,
         {},
         {"order": "contiguous"},
         {"window": 5},
@@ -207,5 +231,6 @@ def varied(case: Case) -> list[Case]:
         {"recomputes": True, "has_sinks": True},
         {"value_dim": 5},
         {"key_heads": 1},
+        {"softcap": 1.5, "has_sinks": True, "dropout": 0.3, **SMALL_TILES},
     ]
     return [replace(case, **variant) for variant in variants]

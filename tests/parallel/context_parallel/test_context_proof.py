@@ -39,7 +39,6 @@ def proof_of_model(
         model.loss_sum,
         examples,
         ranks=2,
-        separates_documents=model.separates_documents,
         prepare=model.check_on_tokens,
     )
 
@@ -62,7 +61,7 @@ def proof_of_decoder(kind: Kind) -> tuple[AttentionCall, ...]:
         return cross_entropy(logits(batch).flatten(0, 1), batch.targets.flatten(), batch.weights.flatten())
 
     examples = context_examples(batch_of_rows(40), packs=False, last_position=63, knows_documents=False)
-    return prove_context(module, loss_sum, examples, ranks=2, separates_documents=False)
+    return prove_context(module, loss_sum, examples, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ computes probabilities again from the merged log-sum-exp, so that no matrix of s
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from motet.parallel.context_parallel.attention_tiles import (
 from motet.parallel.context_parallel.context_partition import Spans
 
 CUDA_HEAD_DIM = 256  # The largest one that the kernels of CUDA take
-SMALLEST_EDGE = 64  # Tokens of a tile along each side; for a window, twice that
 
 
 class KeyBlock(NamedTuple):
@@ -118,23 +116,28 @@ class BlockwiseAttention:
         limits = self._limits(q, v)
         for query_span in self.queries:
             for key_span in keys:
-                for tile in self.visible.tiles(query_span, key_span, limits):
-                    if self.documents is None or q.device.type != "cpu" or self._has_visible_document(tile):
-                        yield tile, positions_in(self.queries, tile.queries), positions_in(keys, tile.keys)
+                tiles = self.visible.tiles(query_span, key_span, limits)
+                for tile in tiles if q.device.type != "cpu" else self._within_documents(tiles, limits):
+                    yield tile, positions_in(self.queries, tile.queries), positions_in(keys, tile.keys)
+
+    def _within_documents(self, tiles: Iterator[AttentionTile], limits: TileLimits) -> Iterator[AttentionTile]:
+        """The tiles without those of other documents; a tile within one document of each row has the mask of places."""
+        for tile in tiles:
+            if self.documents is None:
+                yield tile
+                continue
+            queries, keys = (self.documents[:, slice(*span)] for span in (tile.queries, tile.keys))
+            low, high = torch.maximum(queries.amin(1), keys.amin(1)), torch.minimum(queries.amax(1), keys.amax(1))
+            if torch.equal(torch.minimum(queries.amin(1), keys.amin(1)), torch.maximum(queries.amax(1), keys.amax(1))):
+                yield from self.visible.tiles(tile.queries, tile.keys, replace(limits, has_documents=False))
+            elif (low <= high).any():
+                yield tile
 
     def _limits(self, q: Tensor, v: Tensor) -> TileLimits:
         keeps_scores = not self._is_fused(q, v, has_mask=True)
         matrices = q.shape[0] * (q.shape[1] if keeps_scores else 1)
-        edge = isqrt(TILE_ELEMENTS // matrices)
-        if self.visible.window is not None:
-            edge = min(edge, max(self.visible.window, 2 * SMALLEST_EDGE))  # Fewer pairs outside of the window
-        return TileLimits(max(edge, SMALLEST_EDGE), self.documents is not None, limits_all=keeps_scores)
-
-    def _has_visible_document(self, tile: AttentionTile) -> bool:
-        assert self.documents is not None
-        queries, keys = (self.documents[:, slice(*span)] for span in (tile.queries, tile.keys))
-        low, high = torch.maximum(queries.amin(1), keys.amin(1)), torch.minimum(queries.amax(1), keys.amax(1))
-        return bool((low <= high).any())
+        has_documents = self.documents is not None
+        return self.visible.limits(TILE_ELEMENTS // matrices, has_documents=has_documents, keeps_scores=keeps_scores)
 
     def _is_fused(self, q: Tensor, v: Tensor, *, has_mask: bool) -> bool:
         is_plain = self.options.softcap is not None or self.dropout is not None

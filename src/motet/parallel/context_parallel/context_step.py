@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
+from torch import nn
 
 from motet.core.batch import Batch
-from motet.models.arch.attention_core import attention_exchange
+from motet.models.attention_seams import AttentionSeams
 from motet.models.layout_invariant_dropout import TokenPart, token_part
 from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
@@ -22,6 +22,7 @@ class ContextRanks:
     layout: Layout
     group: RankGroup
     inner: RankGroup | None  # Neighbours among them that exchange by all-to-all inside of a ring
+    seams: AttentionSeams  # Those of the module, whose attention they exchange
 
     def part_of(self, batch: Batch) -> Batch:
         """The part of a batch of whole rows that this rank computes."""
@@ -37,17 +38,16 @@ class ContextRanks:
         assert batch.row_tokens is not None
         partition = self.layout.context_partition(batch.row_tokens)
         ranks = ContextGroup(partition, self.group.rank, self.group, self.layout.cp_kind, self.inner)
-        exchange = attention_exchange.set(context_attention(ranks, batch.row_documents))
+        documents = batch.row_documents if self.seams.separate_documents else None
         part = token_part.set(TokenPart(batch.row_tokens, partition.spans(self.group.rank)))
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with self.seams.exchanging(context_attention(ranks, documents)):
                 yield
         finally:
             token_part.reset(part)
-            attention_exchange.reset(exchange)
 
 
-def join_context_ranks(layout: Layout, group: RankGroup) -> ContextRanks | None:
+def join_context_ranks(layout: Layout, group: RankGroup, module: nn.Module) -> ContextRanks | None:
     """The ranks that share rows with this one; None if each row is computed by one rank. All ranks call this."""
     if layout.cp == 1:
         return None
@@ -56,4 +56,4 @@ def join_context_ranks(layout: Layout, group: RankGroup) -> ContextRanks | None:
     neighbours = tuple(ranks[first : first + size] for ranks in rank_groups for first in range(0, len(ranks), size))
     shared, inner = join_subgroup(group, rank_groups), join_subgroup(group, neighbours) if size > 1 else None
     assert shared is not None  # Each rank has an index in every dimension
-    return ContextRanks(layout, shared, inner)
+    return ContextRanks(layout, shared, inner, AttentionSeams(module))

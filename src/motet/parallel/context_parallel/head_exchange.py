@@ -12,7 +12,7 @@ from motet.parallel.context_parallel.attention_blocks import positions_in
 from motet.parallel.context_parallel.attention_tiles import Span
 from motet.parallel.context_parallel.context_partition import Spans
 from motet.parallel.context_parallel.head_split import HeadSplit
-from motet.parallel.context_parallel.key_exchange import count_sent
+from motet.parallel.context_parallel.key_exchange import Direction, count_sent
 from motet.parallel.process.process_group import RankGroup
 
 
@@ -33,7 +33,7 @@ class HeadExchange:
         )
         return queries, keys, keys
 
-    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[list[Span]], direction: str) -> list[Tensor]:
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[list[Span]], direction: Direction) -> list[Tensor]:
         """Tensors [R, heads, local tokens, D] of all heads -> [R, local heads, tokens, D]. `heads` has, for each
         tensor, the heads of each rank."""
         ranks, rank = self.group.world, self.group.rank
@@ -53,7 +53,7 @@ class HeadExchange:
                 self._put_tokens(result, tokens, source)
         return results
 
-    def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[list[Span]], direction: str) -> list[Tensor]:
+    def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[list[Span]], direction: Direction) -> list[Tensor]:
         """Tensors [R, local heads, tokens, D] -> [R, heads, local tokens, D], in which the parts of ranks that share
         a head are added in float32 or float64."""
         ranks, rank = self.group.world, self.group.rank
@@ -75,7 +75,7 @@ class HeadExchange:
                 share.add_(piece.view(share.shape))
         return [result.to(x.dtype) for result, x in zip(results, tensors, strict=True)]
 
-    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]], direction: str) -> list[Tensor]:
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]], direction: Direction) -> list[Tensor]:
         """The part of each rank, from lists of tensors for each rank."""
         rank, buffer = self.group.rank, torch.cat([x.reshape(-1) for tensors in sent for x in tensors])
         received = [row[rank] for row in sizes]

@@ -6,7 +6,7 @@ travel in the dtype of keys, and each rank adds its part in float32 or float64.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from motet.parallel.context_parallel.ring_schedule import RingSchedule, count_to
 from motet.parallel.process.process_group import RankGroup
 
 KeyGradients = Callable[[KeyBlock], Tensor]  # Computes the gradients of a block by the queries of this rank
+Direction = Literal["forward", "backward"]
+_COUNTERS: dict[Direction, str] = {"forward": "attention_forward_bytes", "backward": "attention_backward_bytes"}
 _KEY_TAG, _GRADIENT_TAG = 7_001, 7_002  # Messages with keys, and with their gradients
 
 
@@ -34,9 +36,9 @@ class KeyExchange(Protocol):
         """The gradients of this rank's keys, packed alike, from the queries of all ranks."""
 
 
-def count_sent(direction: str, numel: int, itemsize: int) -> None:
-    """Report bytes that this rank sends to others inside of attention, in the forward or the backward."""
-    trace.count(f"attention_{direction}_bytes", numel * itemsize)
+def count_sent(direction: Direction, numel: int, itemsize: int) -> None:
+    """Report bytes that this rank sends to others inside of attention."""
+    trace.count(_COUNTERS[direction], numel * itemsize)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class GatheredKeys:
         reduce_scatter(total.view(-1), parts.view(-1), self.group)
         return total[: len(local.packed)]
 
-    def _gather(self, local: KeyBlock, direction: str) -> KeyBlock:
+    def _gather(self, local: KeyBlock, direction: Direction) -> KeyBlock:
         packed, ranks = local.packed, self.group.world
         padded = packed.new_zeros(self.partition.longest, *packed.shape[1:])
         padded[: len(packed)] = packed
@@ -113,7 +115,7 @@ class RingKeys:
                 wait()
             if hop:
                 spans = self.schedule.gradients_after_hop((self.index - hop) % self.schedule.ranks, hop)
-                passing = _PassingGradients(_packed(local, spans).to(dtype).zero_(), spans)
+                passing = _PassingGradients(_packed(local, spans, dtype).zero_(), spans)
             if count_tokens(block.spans):
                 passing.add(_PassingGradients(compute(block), block.spans))
             messages.wait()
@@ -127,7 +129,7 @@ class RingKeys:
             total.add(addend)
         return total.packed
 
-    def _hops(self, local: KeyBlock, direction: str) -> Iterator[tuple[int, KeyBlock, Callable[[], None]]]:
+    def _hops(self, local: KeyBlock, direction: Direction) -> Iterator[tuple[int, KeyBlock, Callable[[], None]]]:
         """Each hop with the keys that are here, and a function that waits for those of the next hop."""
         block, ranks = local, self.schedule.ranks
         for hop in range(ranks):
@@ -209,6 +211,6 @@ def _take_tokens(block: KeyBlock, spans: Spans) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _packed(local: KeyBlock, spans: Spans) -> Tensor:
+def _packed(local: KeyBlock, spans: Spans, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for keys of these places."""
-    return local.packed.new_empty(count_tokens(spans), *local.packed.shape[1:])
+    return local.packed.new_empty(count_tokens(spans), *local.packed.shape[1:], dtype=dtype)

@@ -20,7 +20,7 @@ from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_core import ScoreOptions, attend
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.attention_seams import AttentionSeams
-from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, RowSplit, Spans, row_split
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, TokenPart, token_part
 from motet.models.user_module import named_blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.context_partition import ContextPartition
@@ -62,7 +62,6 @@ def prove_context(
     examples: Sequence[ContextExample],
     *,
     ranks: int,
-    separates_documents: bool = True,
     prepare: Callable[[], object] | None = None,
 ) -> tuple[AttentionCall, ...]:
     """The calls of attention in a forward of a module whose tokens meet nowhere else; other modules are refused.
@@ -81,7 +80,7 @@ def prove_context(
             if prepare is not None:
                 with torch.no_grad():
                     prepare()
-            proof = _ContextProof(module, forward, separates_documents)
+            proof = _ContextProof(module, forward)
             calls = [proof.check(example) for example in examples]
     except ProofMismatchError as error:
         raise InputError(
@@ -208,7 +207,6 @@ class _ContextProof:
 
     module: nn.Module
     forward: Callable[[Batch], Any]
-    separates_documents: bool
 
     def __post_init__(self) -> None:
         self._modules, self._seams = dict(self.module.named_modules()), AttentionSeams(self.module)
@@ -242,7 +240,7 @@ class _ContextProof:
             each.check(sum_of(partial_sums) if partial_sums else None, problem)
 
     def _attention(self, batch: Batch) -> _RowAttention:
-        return _RowAttention(batch.documents if self.separates_documents else None)
+        return _RowAttention(batch.documents if self._seams.separate_documents else None)
 
     def _compare_with_own(self, batch: Batch) -> None:
         """Compare the model with itself when its attention goes to the core."""
@@ -268,12 +266,12 @@ class _ContextProof:
         self, example: ContextExample, rank: int | None = None, *, reference: _ContextRun | None = None
     ) -> _ContextRun:
         """The run of the whole, or of the part of a rank."""
-        batch, split = example.batch, None
+        batch, part = example.batch, None
         if rank is not None:
             batch = batch.at_places(example.partition.spans(rank))
-            split = _split_by_places(example.partition, rank)
+            part = TokenPart(example.partition.tokens, example.partition.spans(rank))
         run = _ContextRun(self.module, self._attention(example.batch), batch.places, reference=reference)
-        self._differentiate(run, partial(self.forward, batch), batch, inside=self._seams.exchanging(run), split=split)
+        self._differentiate(run, partial(self.forward, batch), batch, inside=self._seams.exchanging(run), part=part)
         return run
 
     def _differentiate(
@@ -283,21 +281,22 @@ class _ContextProof:
         batch: Batch,
         *,
         inside: AbstractContextManager[object],
-        split: RowSplit | None = None,
+        part: TokenPart | None = None,
     ) -> None:
         def forward_inside() -> Any:
-            row_split.set(split)
             with inside:
                 return forward()
 
-        part = "the model with motet's attention" if batch.places is None else "a part of a row"
-        with explain_failing_part(run, part), self._dropout.for_rows(0, batch.rows):
+        noun, token = "the model with motet's attention" if part is None else "a part of a row", token_part.set(part)
+        with explain_failing_part(run, noun), self._dropout.for_rows(0, batch.rows):
             try:
                 run.run(forward_inside, lambda: dict(self.module.named_parameters()))
             except InputError as error:  # A seam refuses the call of a module
                 name = run.running[-1] if run.running else ""
-                noun = f"{self._noun(name)}: " if name else ""
-                raise ProofMismatchError(f"{noun}{error}", module=name) from error
+                module = f"{self._noun(name)}: " if name else ""
+                raise ProofMismatchError(f"{module}{error}", module=name) from error
+            finally:
+                token_part.reset(token)
 
     # --- the module that differs ---
 
@@ -373,21 +372,3 @@ def _at_places(whole_value: Tensor, x: Tensor, *, batch: Batch, places: Tensor |
         elif sizes[0] != sizes[1]:
             return None
     return whole_value
-
-
-def _split_by_places(partition: ContextPartition, rank: int) -> RowSplit:
-    """The split of activations outside of attention, whose tokens are those of a part."""
-    local = partition.length(rank)
-
-    def split(shape: tuple[int, ...]) -> tuple[tuple[int, ...], Spans]:
-        dim = 1 if len(shape) > 1 and shape[0] == 1 else 0
-        check_input(
-            shape[dim] == local,
-            f"dropout on a tensor with rows of shape {list(shape)}, of which a part has {local} of {partition.tokens} "
-            "tokens: no dimension clearly holds them; set the dropout to 0",
-        )
-        spans: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in shape]
-        spans[dim] = partition.spans(rank)
-        return (*shape[:dim], partition.tokens, *shape[dim + 1 :]), spans
-
-    return split

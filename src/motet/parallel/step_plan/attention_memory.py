@@ -6,8 +6,8 @@ tokens of the rank, the output and its log-sum-exp. Keys of other ranks are ther
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import isqrt
+from functools import cached_property, lru_cache
+from math import prod
 
 from motet.core.units import DTYPE_BYTES
 from motet.models.spec.layer_specs import (
@@ -19,7 +19,7 @@ from motet.models.spec.layer_specs import (
     SavedAttentionMatrix,
 )
 from motet.models.spec.model_spec import ModelSpec
-from motet.parallel.context_parallel.attention_tiles import TILE_ELEMENTS
+from motet.parallel.context_parallel.attention_tiles import TILE_ELEMENTS, PlaceVisibility, TileLimits
 from motet.parallel.context_parallel.context_bytes import ring_spans
 from motet.parallel.context_parallel.context_partition import ContextPartition
 from motet.parallel.context_parallel.head_split import HeadSplit
@@ -28,6 +28,7 @@ from motet.parallel.layout import ContextParallelKind
 from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.step_plan.plan import StepPlan
 
+_MASK_BYTES = 2  # Bytes of an element of the conditions from which a mask is made
 # Scores of a tile, probabilities, dropout and their products that are there together
 _SCORES_FORWARD, _SCORES_BACKWARD = 5, 7
 
@@ -69,7 +70,7 @@ class _AttentionOfRank:
         return ExchangeBytes(rows * of_row.forward + forward, rows * of_row.backward + backward, rows * of_row.kept)
 
     def _bytes_of_row(self) -> ExchangeBytes:
-        (narrow, wide), (heads, _), (tokens, together) = self._widths, self._heads, self._queries
+        (narrow, wide), (heads, _), (tokens, _), (together, _) = self._widths, self._heads, self._queries, self._tile
         key_dim, value_dim = self.call.key_dim, self.call.value_dim
         (arriving, computing), (arriving_back, computing_back) = self._keys_forward(), self._keys_backward()
         forward = max(arriving, computing + (narrow + wide) * heads * together * value_dim)
@@ -78,16 +79,30 @@ class _AttentionOfRank:
         backward = max(arriving_back, computing_back + narrow * heads * together * key_dim)
         return self._with_head_exchange(ExchangeBytes(forward, backward + grads))
 
-    def _tile_bytes(self) -> tuple[int, int]:
-        """The dense mask of a tile of queries and keys, or its scores, probabilities and their gradients."""
-        (narrow, wide), (heads, _), (_, together) = self._widths, self._heads, self._queries
+    @cached_property
+    def _limits(self) -> TileLimits:
+        heads, visible = self._heads[0], PlaceVisibility(self.call.causal, self.call.window)
         matrices = self.shape.rows * (heads if self.has_dropout else 1)
-        edge = isqrt(TILE_ELEMENTS // matrices)
-        elements = matrices * min(edge, together) * min(edge, self.partition.tokens)
+        return visible.limits(TILE_ELEMENTS // matrices, has_documents=self.shape.packed, keeps_scores=self.has_dropout)
+
+    @property
+    def _limits_all(self) -> bool:
+        """Whether the queries and keys that are computed together are limited, because they have a dense mask."""
+        return self.shape.packed or self.call.window is not None or self.has_dropout
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """Queries and keys that are computed together."""
+        edge = self._limits.edge if self._limits_all else self.partition.tokens
+        return min(edge, self._queries[1]), min(edge, self.partition.tokens)
+
+    def _tile_bytes(self) -> tuple[int, int]:
+        """The dense mask of a tile, as it is made, or its scores, probabilities and their gradients."""
+        narrow, wide = self._widths
+        elements = prod(self._tile) * self.shape.rows * (self._heads[0] if self.has_dropout else 1)
         if self.has_dropout:
             return _SCORES_FORWARD * wide * elements, _SCORES_BACKWARD * wide * elements
-        has_mask = self.shape.packed or self.call.window is not None
-        return (narrow * elements * has_mask,) * 2
+        return ((narrow + _MASK_BYTES) * elements * self._limits_all,) * 2
 
     def _keys_forward(self) -> tuple[int, int]:
         """Keys and values of a row that are there while they arrive, and while a block of them is computed."""
@@ -106,12 +121,14 @@ class _AttentionOfRank:
         if self.kind == "all-gather":
             parts, tokens = self.partition.ranks * self.partition.longest, self.partition.tokens
             returning = width * (narrow * (own + parts) + wide * tokens)
-            return max(arriving, returning), computing + width * tokens * (narrow + wide)
+            return max(arriving, returning), computing + width * (wide * tokens + narrow * self._tile[1])
         longest = max(map(count_tokens, ring_spans(self.partition, self.head_ranks)))
         is_ring = self.partition.ranks > self.head_ranks
         sums = wide * (3 * longest if is_ring else 2 * own)  # Of this rank's keys, passing ones, and those of the block
         messages = 3 * narrow * longest * is_ring
-        return arriving + width * (sums + messages), computing + width * (sums + messages + narrow * longest)
+        return arriving + width * (sums + messages), computing + width * (
+            sums + messages + narrow * min(longest, self._tile[1])
+        )
 
     @property
     def _key_width(self) -> int:
