@@ -30,7 +30,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
-from motet.parallel.step_plan.attention_memory import spec_on_context_rank
+from motet.parallel.step_plan.attention_memory import shared_rows, spec_on_context_rank
 from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
@@ -383,7 +383,8 @@ def _spec_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> Mo
     """The sizes of the model with the bytes that attention takes on the rank; None if they are not known."""
     spec, shape = model_spec(job), batch_shape(job, len(plan.rows_by_rank[rank][0]))
     shape, dtype = replace(shape, packed=is_packed), job.precision.resolved.compute
-    return spec and spec_on_context_rank(spec, plan, rank, shape=shape, dtype=dtype)
+    shared = shared_rows(plan, rank, shape, dtype=dtype)
+    return spec_on_context_rank(spec, shared) if spec and shared else spec
 
 
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
