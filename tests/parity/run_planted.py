@@ -35,6 +35,7 @@ from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
 from parity import (  # noqa: F401  # they register
     planted_boundaries,
+    planted_context,
     planted_copies,
     planted_data,
     planted_loss_scales,

@@ -20,6 +20,9 @@ QUICK = [
     "a forward computes with parameters that others updated later",
     "a tied copy goes stale",
     "a tied weight is not synchronised",
+    "gradients of gathered keys stay local",
+    "positions are counted in the part",
+    "the scale is applied twice",
 ]
 ALL = [
     pytest.param(name, layout, marks=() if name in QUICK and layout == fault.layouts[0] else pytest.mark.proof)

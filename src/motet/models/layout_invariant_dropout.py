@@ -252,18 +252,8 @@ class AttentionDropout:
         device: torch.device,
     ) -> Tensor:
         """[rows, heads, queries, keys], for heads counted from the first of the part and spans of places."""
-        spans = [_spans_between(self.head_spans, *heads), queries, [keys]]
+        spans = [[*places_in_spans(self.head_spans, *heads)], queries, [keys]]
         return draw_mask(self.row_keys, self.shape, self.p, spans=spans, device=device)
-
-
-def _spans_between(spans: Sequence[tuple[int, int]], first: int, stop: int) -> list[tuple[int, int]]:
-    """The spans of the elements from the index `first` to `stop` among the elements of some spans."""
-    between, index = list[tuple[int, int]](), 0
-    for start, end in spans:
-        low, high = max(start, start + first - index), min(end, start + stop - index)
-        between += [(low, high)] if low < high else []
-        index += end - start
-    return between
 
 
 class LayoutInvariantDropoutMode(TorchFunctionMode):
@@ -366,7 +356,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         spans: Spans | None = None
         if split := row_split.get():
             row_shape, spans = split(row_shape)
-        head_spans = _spans_between([(0, part.heads)] if spans is None else spans[0], *part.local_heads)
+        head_spans = [*places_in_spans([(0, part.heads)] if spans is None else spans[0], *part.local_heads)]
         site = self._next_site()
         keys = [derive_seed(self.seed, self.step, site, row) for row in self.rows]
         dropout = AttentionDropout(p, keys, tuple(row_shape), head_spans)

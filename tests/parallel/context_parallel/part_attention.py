@@ -42,7 +42,7 @@ class Case:
     dropout: float = 0.0
     recomputes: bool = False
     overlaps: bool = True
-    tile_elements: int = 1 << 22
+    tile_elements: int = 1 << 20
     dtype: torch.dtype = torch.float64
 
     @property

@@ -10,8 +10,8 @@ from motet.parallel.context_parallel.context_partition import Spans
 
 Span = tuple[int, int]  # (first, stop) of places in a row; first equals stop where it is empty
 TileMask = Literal["none", "causal", "dense"]
-# Elements of a dense mask, or of scores: 16 MiB in float32, whatever the length of rows
-TILE_ELEMENTS = 1 << 22
+# Elements of a dense mask, or of scores: 4 MiB in float32, whatever the length of rows
+TILE_ELEMENTS = 1 << 20
 DOCUMENT_EDGE = 512  # Tokens of a tile where documents may hide all of it
 SMALLEST_EDGE = 64  # Tokens of a tile along each side; for a window, twice that
 

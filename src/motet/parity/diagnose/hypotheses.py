@@ -29,6 +29,7 @@ from motet.parity.compare.reference_runs import DifferenceAtStep
 from motet.parity.diagnose import mismatch_evidence as fit
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import optimizer_hypotheses as scalars
+from motet.parity.diagnose.context_hypotheses import CONTEXT_HYPOTHESES
 from motet.parity.diagnose.mismatch_evidence import (
     LocatedDifference,
     MicroBatchContribution,
@@ -394,7 +395,8 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
         return str(error)
     located = LocatedDifference(recompute, records_by_rank, difference, reference, tensor, pairs)
     evidence = make_evidence(located)
-    if text := is_recomputed_differently(evidence) or explain(evidence, (*PIPELINE_HYPOTHESES, *SPLIT_HYPOTHESES)):
+    part_hypotheses = (*PIPELINE_HYPOTHESES, *SPLIT_HYPOTHESES, *CONTEXT_HYPOTHESES)
+    if text := is_recomputed_differently(evidence) or explain(evidence, part_hypotheses):
         return text
     if key.kind == "gradient" and (text := explain_own_gradient(evidence)):
         return text

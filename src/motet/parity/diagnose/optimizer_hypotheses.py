@@ -255,7 +255,7 @@ def _alternative_counts(e: MismatchEvidence) -> Alternatives:
     for targets, ranks in subsets:
         yield f"it is that of {ranks} alone: the sum over the ranks is missing", targets
     subsets += [(r.target_count, f"micro-batch {r.microbatch} of rank {r.rank}") for r in results]
-    for targets, subset in subsets:
+    for targets, subset in subsets if len(results) > 1 else ():
         yield f"it leaves out that of {subset}", total - targets
         yield f"it has that of {subset} twice", total + targets
     yield "it is the mean over the ranks, instead of the sum", total / max(len(by_rank), 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import Layout, contributing_rows_of_rank
-from motet.parallel.model_sharding import LOSS
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, LOSS
 from motet.parallel.sync_groups import reports
 from motet.parity.compare.align_with_reference import PlannedRecords
 from motet.parity.compare.reference_runs import ReferenceRuns
@@ -92,15 +92,31 @@ class SingleDeviceRecompute:
             return wrong_vocabulary_losses(*self.rank_subject.logits_of_rows(self.step, rows), shards=shards)
 
     @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the module has the parameters before the step."""
+        with self._restored_to(self.step):
+            yield
+
+    def run_rows(self, rows: range, *, with_backward: bool) -> None:
+        """Compute the losses of some rows, for hooks that look at tensors; the module has been restored."""
+        engine = self.rank_subject.engine
+        engine.begin_step()
+        with torch.set_grad_enabled(with_backward), self.rank_subject.loss_of_rows(self.step, rows) as (loss, _):
+            if with_backward:
+                engine.backward(loss)
+
+    @contextmanager
     def _restored_to(self, step: int) -> Iterator[None]:
         with self.subject.numerics():
             self.rank_subject.state.restore(recording.step_checkpoint_path(self.reference_runs.folder, step))
             yield
 
     def _rows_by_microbatch(self) -> Iterator[tuple[int, int, range]]:
-        """Rows of the ranks that report targets; other ranks compute parts of the same rows."""
+        """Rows of the ranks that report targets, each row once; other ranks compute parts of the same rows."""
         dims = self.layout.dims
-        for rank in (rank for rank in range(dims.ranks) if reports("targets", dims.coordinates(rank), dims)):
+        places = {rank: dims.coordinates(rank) for rank in range(dims.ranks)}
+        reporting = (rank for rank, place in places.items() if reports("targets", place, dims))
+        for rank in (rank for rank in reporting if not places[rank].get(CONTEXT_DIMENSION, 0)):
             for microbatch, rows in enumerate(contributing_rows_of_rank(self.layout, rank, self.subject.batch_rows)):
                 yield rank, microbatch, rows
 

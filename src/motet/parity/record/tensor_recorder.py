@@ -204,16 +204,10 @@ class TensorRecorder:
         self._append(kind, name, value, sketch=sketch, microbatch=microbatch, rows=rows, part=part, stage=stage)
 
     def _sketch_rows(self, key: TensorKey, value: Tensor, part: ShardSpec | None) -> Tensor:
-        """The sketch of each row; the sketches of the parts that ranks have sum to that of the whole row."""
-        shape = part.shape if part else value.shape
-        limit = MAX_MASK_ROW_NUMEL if key.kind == "random mask" else MAX_ROW_NUMEL
-        if len(shape) < 2 or shape[0] == 0 or prod(shape[1:]) <= limit:
-            return value
-        if part is not None:
-            value = put_part(value.double(), part)
-            if key.kind == "activation" and self.activations is not None:  # Gradients of shared outputs are summands
-                value /= self.activations.holders(key.name, part.shape)
-        return _sketch(value.reshape(len(value), -1), 0, ROW_SKETCH_WIDTH)
+        counts = None
+        if part is not None and key.kind == "activation" and self.activations is not None:
+            counts = partial(self.activations.holders, key.name, part.shape)  # Gradients of shared outputs are summands
+        return sketch_rows(key, value, part, holders=counts)
 
     def _add_recomputed(self, kind: TensorKind, name: str, value: Tensor) -> None:
         """Record a tensor that backward recomputes, if its bits differ from those recorded in forward."""
@@ -399,6 +393,21 @@ def count_significant_bits(tensor: Tensor) -> int:
 
 # --- sketches of large tensors: sums of their elements with pseudo-random signs -----
 # Sketching is linear, so sums of tensors have the sums of their sketches, and it keeps norms approximately.
+
+
+def sketch_rows(
+    key: TensorKey, value: Tensor, part: ShardSpec | None, *, holders: Callable[[], Tensor] | None = None
+) -> Tensor:
+    """The sketch of each row, if rows are large; the sketches of the parts that ranks have sum to that of the row.
+    `holders` gives the number of ranks that have each element."""
+    shape = part.shape if part else value.shape
+    limit = MAX_MASK_ROW_NUMEL if key.kind == "random mask" else MAX_ROW_NUMEL
+    if len(shape) < 2 or shape[0] == 0 or prod(shape[1:]) <= limit:
+        return value
+    if part is not None:
+        value = put_part(value.double(), part)
+        value = value if holders is None else value / holders()
+    return _sketch(value.reshape(len(value), -1), 0, ROW_SKETCH_WIDTH)
 
 
 def sketch_shard(values: Tensor, start: int, is_large: bool = False) -> Tensor:
