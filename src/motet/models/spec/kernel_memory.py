@@ -51,7 +51,16 @@ def forward_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, s
         return _head_workspace(block, shape, dtype, splits_vocabulary=splits_vocabulary)
     gated = (tensor for tensor in block.layer.saved if tensor.kernel == "gated activation")
     results = (tensor.bytes(shape, dtype) // 2 for tensor in gated)  # Gate and up are one tensor
-    return max(2 * _bytes_of_stream(block, shape, dtype), *results, 0)
+    return max(2 * _bytes_of_stream(block, shape, dtype), *results, *_exchanged_in_forward(block, shape, dtype), 0)
+
+
+def _exchanged_in_forward(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> Iterator[int]:
+    """Bytes of each attention of ranks that share rows, without those of tensors that the block saves after it."""
+    for each in block.layer.operations:
+        if isinstance(each, AttentionSpec) and each.exchange is not None:
+            first = 1 + max((i for i, tensor in enumerate(block.layer.saved) if tensor.name in each.reads), default=-1)
+            after = sum(tensor.bytes(shape, dtype) for tensor in block.layer.saved[first:])
+            yield each.exchange.forward - after
 
 
 def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, splits_vocabulary: bool) -> int:
@@ -99,7 +108,8 @@ def backward_moments(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> It
         elif tensor.kernel == "attention":
             operation = attention[layer]
             vectors = 2 * operation.heads * (operation.key_dim + operation.value_dim)
-            yield BackwardMoment(left, stream + vectors * shape.count(operation.queries) * width)
+            exchanged = operation.exchange and operation.exchange.backward
+            yield BackwardMoment(left, stream + (exchanged or vectors * shape.count(operation.queries) * width))
             freed += sum(sizes.get(name, 0) for name in operation.reads)
         else:
             times = 1 if tensor.kernel == "norm" and block.input is None else _TEMPORARIES.get(tensor.kernel, 0)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from motet.core.units import DTYPE_BYTES
 
@@ -173,6 +173,14 @@ class MatmulSpec:
         return replace(self, split=WHOLE, in_features=in_features, out_features=out_features, sequence_ranks=ranks)
 
 
+class ExchangeBytes(NamedTuple):
+    """Bytes of a micro-batch that attention takes on one of the ranks that share its rows, besides the stream."""
+
+    forward: int
+    backward: int
+    kept: int = 0  # For backward, in the place of its queries, keys and values
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """Scores of every query with every visible key, and the weighted sum of values."""
@@ -188,6 +196,7 @@ class AttentionSpec:
     kv_heads: int | None = None  # As many as `heads` if None
     reads: tuple[str, ...] = ()  # The saved tensors that the backward of the fused kernel reads
     input_gradient: bool = True
+    exchange: ExchangeBytes | None = None  # Where ranks share rows
 
     @property
     def backward_products(self) -> int:

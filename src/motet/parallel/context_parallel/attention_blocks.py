@@ -6,7 +6,6 @@ computes probabilities again from the merged log-sum-exp, so that no matrix of s
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
 from typing import NamedTuple
 
 import torch
@@ -18,14 +17,16 @@ from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.arch.layers import accumulation_dtype, kernel_device
 from motet.models.layout_invariant_dropout import AttentionDropout
 from motet.models.torch_private import flash_backward, flash_forward
-from motet.parallel.context_parallel.attention_tiles import AttentionTile, PlaceVisibility, Span, TileLimits
+from motet.parallel.context_parallel.attention_tiles import (
+    TILE_ELEMENTS,
+    AttentionTile,
+    PlaceVisibility,
+    Span,
+    TileLimits,
+)
 from motet.parallel.context_parallel.context_partition import Spans
 
-# Elements of a dense mask, or of scores: 4 MiB in float32, whatever the length of rows
-TILE_ELEMENTS = 1 << 20
-DOCUMENT_EDGE = 512  # Tokens of a tile where documents may hide all of it
 CUDA_HEAD_DIM = 256  # The largest one that the kernels of CUDA take
-SMALLEST_EDGE = 64  # Tokens of a tile along each side; for a window, twice that
 
 
 class KeyBlock(NamedTuple):
@@ -79,7 +80,8 @@ class BlockwiseAttention:
     def attend(self, q: Tensor, blocks: Iterable[KeyBlock], value_dim: int) -> tuple[Tensor, Tensor]:
         """The output [R, h, t, Dv] and the log-sum-exp [R, h, t], both in float32 or float64."""
         dtype = accumulation_dtype(q)
-        output = q.new_zeros((*q.shape[:3], value_dim), dtype=dtype)
+        # As kernels lay it out: the layer after attention joins the heads of a token without a copy.
+        output = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], value_dim), dtype=dtype).transpose(1, 2)
         log_sum_exp = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         for block in blocks:
             k, v = block.keys_and_values
@@ -134,12 +136,8 @@ class BlockwiseAttention:
     def _limits(self, q: Tensor, v: Tensor) -> TileLimits:
         keeps_scores = not self._is_fused(q, v, has_mask=True)
         matrices = q.shape[0] * (q.shape[1] if keeps_scores else 1)
-        edge = isqrt(TILE_ELEMENTS // matrices)
-        if self.documents is not None:
-            edge = min(edge, DOCUMENT_EDGE)
-        if self.visible.window is not None:
-            edge = min(edge, max(self.visible.window, 2 * SMALLEST_EDGE))  # Fewer pairs outside of the window
-        return TileLimits(max(edge, SMALLEST_EDGE), self.documents is not None, limits_all=keeps_scores)
+        has_documents = self.documents is not None
+        return self.visible.limits(TILE_ELEMENTS // matrices, has_documents=has_documents, keeps_scores=keeps_scores)
 
     def _is_fused(self, q: Tensor, v: Tensor, *, has_mask: bool) -> bool:
         is_plain = self.options.softcap is not None or self.dropout is not None

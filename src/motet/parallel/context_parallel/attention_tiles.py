@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 from motet.parallel.context_parallel.attention_calls import AttentionCall
@@ -9,6 +10,10 @@ from motet.parallel.context_parallel.context_partition import Spans
 
 Span = tuple[int, int]  # (first, stop) of places in a row; first equals stop where it is empty
 TileMask = Literal["none", "causal", "dense"]
+# Elements of a dense mask, or of scores: 4 MiB in float32, whatever the length of rows
+TILE_ELEMENTS = 1 << 20
+DOCUMENT_EDGE = 512  # Tokens of a tile where documents may hide all of it
+SMALLEST_EDGE = 64  # Tokens of a tile along each side; for a window, twice that
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,15 @@ class PlaceVisibility:
             if self.window is not None:
                 total -= _sum_of_clamped(first + 1 - self.window, stop + 1 - self.window, tokens)
         return total
+
+    def limits(self, elements: int, *, has_documents: bool, keeps_scores: bool) -> TileLimits:
+        """The limits of tiles with this many elements of a matrix."""
+        edge = isqrt(elements)
+        if has_documents:
+            edge = min(edge, DOCUMENT_EDGE)
+        if self.window is not None:
+            edge = min(edge, max(self.window, 2 * SMALLEST_EDGE))  # Fewer pairs outside of the window
+        return TileLimits(max(edge, SMALLEST_EDGE), has_documents, limits_all=keeps_scores)
 
     def tiles(self, queries: Span, keys: Span, limits: TileLimits) -> Iterator[AttentionTile]:
         """The tiles that have each visible pair of these queries and keys once."""

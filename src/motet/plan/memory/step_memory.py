@@ -24,6 +24,7 @@ from motet.parallel.data_parallel.zero import ShardedStates, sharded_states
 from motet.parallel.layout import Layout
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.pipeline.schedules import order_of_computations, stages_of_ranks
+from motet.parallel.step_plan.attention_memory import SharedRows, spec_on_context_rank
 from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import ModelStateMemory, state_of_shards
 from motet.parallel.step_plan.stage_memory import (
@@ -298,7 +299,7 @@ class _Estimate:
         kind = self._kinds[stage]
         if kind not in self._known_peaks:
             if self.constants.simulates_kernels:
-                self._known_peaks[kind] = _peaks_of_stage(SameObject(self.step.stage_specs), stage, self._settings)
+                self._known_peaks[kind] = _peaks_of_stage(SameObject(self._specs), stage, self._settings)
             else:
                 self._known_peaks[kind] = FrameworkStage(self.step, self.constants, stage).peaks()
         return self._known_peaks[kind]
@@ -306,8 +307,18 @@ class _Estimate:
     def _kept_of_stage(self, stage: int) -> float:
         kind = self._kinds[stage]
         if self.constants.simulates_kernels:
-            return _kept_of_stage(SameObject(self.step.stage_specs), kind, self._settings)
+            return _kept_of_stage(SameObject(self._specs), kind, self._settings)
         return FrameworkStage(self.step, self.constants, kind).kept
+
+    @property
+    def _specs(self) -> tuple[ModelSpec, ...]:
+        """The part of a rank's model that each stage computes, with the bytes that attention takes on its rows."""
+        step, layout = self.step, self.step.layout
+        if layout.cp == 1:
+            return step.stage_specs
+        shape = MicroBatchShape(step.rows, step.sequence, packed=step.packed)
+        rows = layout.context_partition(step.sequence), 0, layout.cp_kind, layout.head_ranks, shape
+        return _specs_on_context_rank(SameObject(step.stage_specs), SharedRows(*rows, step.recipe.compute))
 
     @property
     def _sharded(self) -> ShardedStates:
@@ -397,6 +408,11 @@ class _Estimate:
         sizes = [(head.in_features * head.out_features, head.weight_gradient) for head in heads]
         trained, frozen = (sum(size for size, each in sizes if each is kind) for kind in (True, False))
         return float(trained), float(frozen)
+
+
+@lru_cache(maxsize=1024)
+def _specs_on_context_rank(specs: SameObject[tuple[ModelSpec, ...]], shared: SharedRows) -> tuple[ModelSpec, ...]:
+    return tuple(spec_on_context_rank(spec, shared) for spec in specs.value)
 
 
 class _StageSettings(NamedTuple):

@@ -30,6 +30,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
+from motet.parallel.step_plan.attention_memory import shared_rows, spec_on_context_rank
 from motet.parallel.step_plan.gradient_sums import GradientStorage
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan
@@ -327,7 +328,8 @@ def predict_timeline(
 ) -> MemoryTimeline:
     """The timeline of a rank; `policies` are those of all blocks of the model, by default the job's."""
     rank %= plan.dims.ranks
-    need, spec = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank), model_spec(job)
+    need = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank)
+    spec = _spec_on_rank(job, plan, rank, is_packed=is_packed)
     state = [StorageLife(category, need[name], 0, None) for name, category in _STATE.items() if need[name]]
     saved, peaks = dict[int, list[SavedLife]](), dict[int, StagePeaks]()
     if spec is not None:
@@ -363,7 +365,8 @@ def predict_host_activations(
     is_packed: bool = False,
 ) -> HostActivations:
     """The activations of a rank on its host, with the same arguments; none where the sizes of a model are not known."""
-    spec, rank = model_spec(job), rank % plan.dims.ranks
+    rank %= plan.dims.ranks
+    spec = _spec_on_rank(job, plan, rank, is_packed=is_packed)
     if spec is None or job.memory.activations == "device":
         return HostActivations()
     shape, chosen = _shape_on_rank(job, plan, rank, is_packed=is_packed), policies or predicted_policies(job, spec)
@@ -374,6 +377,14 @@ def predict_host_activations(
     for action in actions:
         drawing.add(action)
     return drawing.host.times(layout.sharding.microbatches, len({action.microbatch for action in actions}))
+
+
+def _spec_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> ModelSpec | None:
+    """The sizes of the model with the bytes that attention takes on the rank; None if they are not known."""
+    spec, shape = model_spec(job), batch_shape(job, len(plan.rows_by_rank[rank][0]))
+    shape, dtype = replace(shape, packed=is_packed), job.precision.resolved.compute
+    shared = shared_rows(plan, rank, shape, dtype=dtype)
+    return spec_on_context_rank(spec, shared) if spec and shared else spec
 
 
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:

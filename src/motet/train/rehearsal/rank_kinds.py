@@ -6,19 +6,22 @@ from itertools import product
 from motet.parallel.model_sharding import PIPELINE_DIMENSION
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.rank_placement import stages_of_rank
+from motet.parallel.step_plan.attention_traffic import sent_attention_bytes
 from motet.parallel.step_plan.plan import StepPlan
-from motet.train.job import Job
+from motet.train.job import Job, batch_shape
 from motet.train.memory_check.step_prediction import memory_need
 
 
 def ranks_of_each_kind(plan: StepPlan, job: Job) -> list[int]:
     """A rank of each kind: of a pipeline's first, middle and last place, and of the first and last place of the other
-    dimensions where they hold another number of bytes."""
+    dimensions where they hold another number of bytes, have more tokens of each row, or send more in attention."""
+    recipe, shape = job.precision.resolved, batch_shape(job, 1)
     chosen: dict[Hashable, int] = {}
     for rank in _corner_ranks(plan.dims):
-        need = memory_need(plan, job.precision.resolved, job.optimizer, rank=rank)
+        need = memory_need(plan, recipe, job.optimizer, rank=rank)
         place = plan.dims.coordinates(rank).get(PIPELINE_DIMENSION, 0)
-        chosen.setdefault((place, stages_of_rank(plan, rank), tuple(need.values())), rank)
+        tokens, sent = plan.part_on_rank(shape, rank).length, sent_attention_bytes(plan, shape, recipe, rank=rank)
+        chosen.setdefault((place, stages_of_rank(plan, rank), tuple(need.values()), tokens, sent), rank)
     return [*chosen.values()]
 
 

@@ -13,7 +13,7 @@ The collectives of a step: started by a rank on its process groups, and planned.
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -43,7 +43,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.process.process_group import RankGroup, default_rank_group, world_of_one
-from motet.parallel.step_plan.attention_traffic import attention_comms
+from motet.parallel.step_plan.attention_traffic import AttentionComm, attention_comms
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import activation_collectives
 from motet.parallel.torch_private import fake_process_group, kernels_of_cpu_on_meta, message_of_call
@@ -51,6 +51,7 @@ from motet.precision.recipe import PrecisionRecipe
 from motet.train.build import build_job_engine, precision_context
 from motet.train.engine import TrainingEngine
 from motet.train.job import Job, batch_shape
+from motet.train.job_step_plan import recomputed_blocks
 from motet.train.launch.preflight import check_classes, check_job, check_objective, check_vocabulary
 from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.memory_check.step_memory import (
@@ -196,11 +197,17 @@ def _dimensions(ranks: Sequence[int], dims: ParallelDims) -> str:
 
 
 def planned_collectives(
-    plan: StepPlan, layout: Layout, recipe: PrecisionRecipe, *, shape: MicroBatchShape, rank: int, slices: int
+    plan: StepPlan,
+    layout: Layout,
+    recipe: PrecisionRecipe,
+    *,
+    shape: MicroBatchShape,
+    rank: int,
+    slices: int,
+    recomputed: Collection[int] = (),
 ) -> MessageSizes:
     """The collectives of a rank in a step with micro-batches of complete rows of this shape; each of the `slices` ranks
-    that have an activation sends one slice. Messages inside of attention are not among them, but for its collectives
-    on gathered keys."""
+    that have an activation sends one slice. Backward computes the forward of `recomputed` blocks again."""
     planned: MessageSizes = Counter()
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
@@ -210,13 +217,24 @@ def planned_collectives(
     for each in activation_collectives(plan, shape, recipe, rank=rank):
         members = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
         planned[(each.collective, members), DTYPE_BYTES[each.dtype] * each.numel] += plan.microbatches
-    for comm in attention_comms(plan, shape, recipe, rank=rank) if plan.context_kind == "all-gather" else ():
-        gathered = comm.forward_bytes * len(comm.ranks) // (len(comm.ranks) - 1)
-        for collective in (*comm.forward, *comm.backward):
-            planned[(collective, comm.ranks), gathered] += plan.microbatches
+    for comm in attention_comms(plan, shape, recipe, rank=rank):
+        _add_attention(planned, comm, microbatches=plan.microbatches, is_recomputed=comm.block in recomputed)
     if plan.model_sharding.stages:
         _add_messages(planned, plan, layout=layout, recipe=recipe, shape=shape, rank=rank, slices=slices)
     return planned
+
+
+def _add_attention(planned: MessageSizes, comm: AttentionComm, *, microbatches: int, is_recomputed: bool) -> None:
+    """Add collectives on gathered keys, or the bytes that a ring sends. Heads are exchanged in messages of sizes that
+    the plan does not have."""
+    forwards, others = 1 + is_recomputed, len(comm.ranks) - 1
+    match comm.forward:
+        case ("all-gather",):
+            size = comm.forward_bytes * len(comm.ranks) // others
+            planned[("all-gather", comm.ranks), size] += microbatches * (1 + forwards)
+            planned[("reduce-scatter", comm.ranks), size] += microbatches
+        case ("send",):
+            planned[("send", comm.ranks), forwards * comm.forward_bytes + comm.backward_bytes] += microbatches
 
 
 def _add_action(
@@ -401,7 +419,13 @@ def _rehearse_step(
     if engine.pipeline and engine.pipeline.state.slices:
         slices = engine.pipeline.state.slices.world
     recipe = job.precision.resolved
-    planned = planned_collectives(engine.plan, layout, recipe, shape=shape, rank=rank, slices=slices)
+    planned = planned_collectives(
+        *(engine.plan, layout, recipe),
+        shape=shape,
+        rank=rank,
+        slices=slices,
+        recomputed=recomputed_blocks(job, engine.plan),
+    )
     return RankRehearsal(
         rank,
         engine.plan.dims.coordinates(rank),

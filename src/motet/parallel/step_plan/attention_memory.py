@@ -1,0 +1,221 @@
+"""The bytes that ranks of context parallelism take inside of attention, by the way in which keys reach queries.
+
+A forward keeps what attention of complete rows keeps, without any matrix of scores: queries, keys and values of the
+tokens of the rank, the output and its log-sum-exp. Keys of other ranks are there while one layer computes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import NamedTuple
+
+from motet.core.units import DTYPE_BYTES
+from motet.models.spec.layer_specs import (
+    AttentionSpec,
+    BlockSpec,
+    ExchangeBytes,
+    MicroBatchShape,
+    SavedActivation,
+    SavedAttentionMatrix,
+)
+from motet.models.spec.model_spec import ModelSpec
+from motet.parallel.context_parallel.attention_tiles import TILE_ELEMENTS, PlaceVisibility, TileLimits
+from motet.parallel.context_parallel.context_bytes import ring_spans
+from motet.parallel.context_parallel.context_partition import ContextPartition
+from motet.parallel.context_parallel.head_split import HeadSplit
+from motet.parallel.context_parallel.ring_schedule import count_tokens
+from motet.parallel.layout import ContextParallelKind
+from motet.parallel.model_sharding import CONTEXT_DIMENSION
+from motet.parallel.step_plan.plan import StepPlan
+
+_MASK_BYTES = 2  # Bytes of an element of the conditions from which a mask is made
+# Scores of a tile, probabilities, dropout and their products that are there together
+_SCORES_FORWARD, _SCORES_BACKWARD = 6, 8
+
+
+class SharedRows(NamedTuple):
+    """The complete rows of a micro-batch, of which a rank has a part."""
+
+    partition: ContextPartition
+    rank: int  # Its index among the ranks that share them
+    kind: ContextParallelKind
+    head_ranks: int  # Neighbours that exchange tokens for heads
+    shape: MicroBatchShape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _AttentionOfRank:
+    """One call of attention on a rank."""
+
+    call: AttentionSpec
+    shared: SharedRows
+    has_dropout: bool
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Bytes of an element, and of one of a sum."""
+        return DTYPE_BYTES[self.shared.dtype], max(DTYPE_BYTES[self.shared.dtype], DTYPE_BYTES["float32"])
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """Query heads and key heads that the rank computes."""
+        call, place = self.call, self.shared.rank % self.shared.head_ranks
+        split = HeadSplit(call.heads, call.kv_heads or call.heads, self.shared.head_ranks)
+        return split.query_counts[place], split.key_counts[place]
+
+    @property
+    def _queries(self) -> tuple[int, int]:
+        """Tokens whose attention the rank computes, and the most of them that are computed together."""
+        spans = ring_spans(self.shared.partition, self.shared.head_ranks)[self.shared.rank // self.shared.head_ranks]
+        return count_tokens(spans), max(stop - first for first, stop in spans)
+
+    def bytes(self) -> ExchangeBytes:
+        """Bytes of the micro-batch."""
+        of_row, (forward, backward), rows = self._bytes_of_row(), self._tile_bytes(), self.shared.shape.rows
+        return ExchangeBytes(rows * of_row.forward + forward, rows * of_row.backward + backward, rows * of_row.kept)
+
+    def _bytes_of_row(self) -> ExchangeBytes:
+        (narrow, wide), (heads, _), (tokens, _), (together, _) = self._widths, self._heads, self._queries, self._tile
+        key_dim, value_dim = self.call.key_dim, self.call.value_dim
+        (arriving, computing), (arriving_back, computing_back) = self._keys_forward(), self._keys_backward()
+        forward = max(arriving, computing + (narrow + wide) * heads * together * value_dim)
+        forward += wide * heads * tokens * value_dim * (wide > narrow)  # The sum of the output over blocks of keys
+        grads = 2 * narrow * heads * tokens * value_dim + wide * heads * tokens * key_dim
+        backward = max(arriving_back, computing_back + narrow * heads * together * key_dim)
+        return self._with_head_exchange(ExchangeBytes(forward, backward + grads))
+
+    @cached_property
+    def _limits(self) -> TileLimits:
+        heads, visible = self._heads[0], PlaceVisibility(self.call.causal, self.call.window)
+        matrices = self.shared.shape.rows * (heads if self.has_dropout else 1)
+        return visible.limits(
+            TILE_ELEMENTS // matrices, has_documents=self.shared.shape.packed, keeps_scores=self.has_dropout
+        )
+
+    @property
+    def _limits_all(self) -> bool:
+        """Whether the queries and keys that are computed together are limited, because they have a dense mask."""
+        return self.shared.shape.packed or self.call.window is not None or self.has_dropout
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """Queries and keys that are computed together."""
+        edge = self._limits.edge if self._limits_all else self.shared.partition.tokens
+        return min(edge, self._queries[1]), min(edge, self.shared.partition.tokens)
+
+    def _tile_bytes(self) -> tuple[int, int]:
+        """The dense mask of a tile, as it is made, or its scores, probabilities and their gradients."""
+        narrow, wide = self._widths
+        elements = prod(self._tile) * self.shared.shape.rows * (self._heads[0] if self.has_dropout else 1)
+        if self.has_dropout:
+            return _SCORES_FORWARD * wide * elements, _SCORES_BACKWARD * wide * elements
+        return ((narrow + _MASK_BYTES) * elements * self._limits_all,) * 2
+
+    def _keys_forward(self) -> tuple[int, int]:
+        """Keys and values of a row that are there while they arrive, and while a block of them is computed."""
+        narrow, _ = self._widths
+        size, own = narrow * self._key_width, self._queries[0]
+        if self.shared.kind == "all-gather":
+            parts, tokens = self.shared.partition.ranks * self.shared.partition.longest, self.shared.partition.tokens
+            return size * (own + self.shared.partition.longest + parts + tokens), size * (own + tokens)
+        in_turn = size * (own + self._travelling_tokens)
+        return in_turn, in_turn
+
+    def _keys_backward(self) -> tuple[int, int]:
+        """The same in backward, with gradients of keys."""
+        (narrow, wide), width, own = self._widths, self._key_width, self._queries[0]
+        arriving, computing = self._keys_forward()
+        if self.shared.kind == "all-gather":
+            parts, tokens = self.shared.partition.ranks * self.shared.partition.longest, self.shared.partition.tokens
+            returning = width * (narrow * (own + parts) + wide * tokens)
+            return max(arriving, returning), computing + width * (wide * tokens + narrow * self._tile[1])
+        longest = max(map(count_tokens, ring_spans(self.shared.partition, self.shared.head_ranks)))
+        is_ring = self.shared.partition.ranks > self.shared.head_ranks
+        sums = wide * (3 * longest if is_ring else 2 * own)  # Of this rank's keys, passing ones, and those of the block
+        messages = 3 * narrow * longest * is_ring
+        return arriving + width * (sums + messages), computing + width * (
+            sums + messages + narrow * min(longest, self._tile[1])
+        )
+
+    @property
+    def _key_width(self) -> int:
+        return self._heads[1] * (self.call.key_dim + self.call.value_dim)
+
+    @property
+    def _travelling_tokens(self) -> int:
+        """Tokens of other ranks whose keys are there: of the block that is computed, and of the next one."""
+        parts = [count_tokens(spans) for spans in ring_spans(self.shared.partition, self.shared.head_ranks)]
+        return max(parts) * min(2, len(parts) - 1)
+
+    def _with_head_exchange(self, keys: ExchangeBytes) -> ExchangeBytes:
+        """The same with the all-to-all of tokens for heads, whose results are kept for backward."""
+        if self.shared.head_ranks == 1:
+            return keys
+        call, (narrow, wide), (heads, key_heads) = self.call, self._widths, self._heads
+        all_keys, local = call.kv_heads or call.heads, self.shared.partition.length(self.shared.rank)
+        tokens, queries = self._queries[0], heads * call.key_dim
+        inputs = tokens * (queries + key_heads * (call.key_dim + call.value_dim))
+        sent = local * (
+            call.heads * call.key_dim + max(all_keys, self.shared.head_ranks) * (call.key_dim + call.value_dim)
+        )
+        kept = inputs + tokens * heads * call.value_dim
+        arriving = narrow * (sent + inputs)
+        output = narrow * 2 * tokens * heads * call.value_dim + (narrow + wide) * local * call.heads * call.value_dim
+        returning = 2 * narrow * inputs + (narrow + wide) * sent
+        return ExchangeBytes(max(keys.forward, arriving, output), max(keys.backward, returning), kept * narrow)
+
+
+def shared_rows(plan: StepPlan, rank: int, shape: MicroBatchShape, *, dtype: str) -> SharedRows | None:
+    """The part of a rank of micro-batches of complete rows of this shape; None where each rank has complete rows."""
+    if plan.dims.size(CONTEXT_DIMENSION) == 1:
+        return None
+    index, partition = plan.dims.coordinates(rank)[CONTEXT_DIMENSION], plan.context_partition(shape.length)
+    return SharedRows(partition, index, plan.context_kind, plan.head_ranks, shape, dtype)
+
+
+def spec_on_context_rank(spec: ModelSpec, shared: SharedRows) -> ModelSpec:
+    """The model with the bytes that its attention takes on a rank."""
+    return replace(spec, blocks=tuple(_block_on_rank(block, shared) for block in spec.blocks))
+
+
+def _block_on_rank(block: BlockSpec, shared: SharedRows) -> BlockSpec:
+    operations, saved = list(block.layer.operations), list(block.layer.saved)
+    for index, each in enumerate(operations):
+        if isinstance(each, AttentionSpec):
+            operations[index], saved = _attention_on_rank(each, saved, shared)
+    saved = [each for each in saved if isinstance(each, SavedActivation)]
+    layer = replace(block.layer, operations=tuple(operations), saved=tuple(saved))
+    arguments = tuple(each for each in block.arguments if isinstance(each, SavedActivation))
+    return replace(block, layer=layer, arguments=arguments)
+
+
+def _attention_on_rank(
+    call: AttentionSpec, saved: Sequence[SavedActivation | SavedAttentionMatrix], shared: SharedRows
+) -> tuple[AttentionSpec, list[SavedActivation | SavedAttentionMatrix]]:
+    """A call of attention on a rank, and the saved tensors of its block."""
+    name, kept, reads, has_dropout = call.name, list(saved), call.reads, not call.reads
+    if has_dropout:  # A log-sum-exp stands for the probabilities, and key heads are not repeated
+        reads = tuple(f"{name}.{part}" for part in ("queries", "keys_values", "output.input"))
+        sums = SavedActivation(f"{name}.sums", call.heads, call.queries, "wide", kernel="attention")
+        kept = [sums if each.name == f"{name}.probabilities" else each for each in kept]
+        width = (call.kv_heads or call.heads) * (call.key_dim + call.value_dim)
+        kept = [
+            replace(each, elements=width) if isinstance(each, SavedActivation) and each.name == reads[1] else each
+            for each in kept
+        ]
+    exchange = _exchange_bytes(call, shared, has_dropout=has_dropout)
+    if exchange.kept:  # The output stays where the layer after attention reads it
+        *inputs, _ = [i for i, tensor in enumerate(kept) if tensor.name in reads]
+        for place in inputs:
+            kept[place] = replace(kept[place], is_kept=False)
+        elements = exchange.kept // (DTYPE_BYTES[shared.dtype] * shared.shape.rows)
+        kept.insert(inputs[-1], SavedActivation(f"{name}.exchanged", elements, "row"))
+        reads = (*reads, f"{name}.exchanged")
+    return replace(call, exchange=exchange, reads=reads), kept
+
+
+@lru_cache(maxsize=1 << 10)
+def _exchange_bytes(call: AttentionSpec, shared: SharedRows, *, has_dropout: bool) -> ExchangeBytes:
+    return _AttentionOfRank(call, shared, has_dropout).bytes()
