@@ -145,7 +145,7 @@ def test_a_model_of_transformers(tmp_path: Path, overrides: str) -> None:
 
 
 def test_the_peak_of_long_sequences_is_as_planned() -> None:
-    """Where keys of all ranks and their gradients are the largest tensors: narrow layers, and few entries."""
+    """Keys of all ranks and their gradients are the largest tensors of narrow layers with few entries."""
     narrow = "model.layers=1 model.heads=8 model.ffn_hidden=8 model.context=16384 data.sequence_length=16384"
     memory = rehearsed(job_of(*f"{narrow} data.batch_sequences=1 layout.cp=4".split(), ranks=4), 0).memory
     assert memory.measured is not None

@@ -73,8 +73,8 @@ class _AttentionOfRank:
 
     def bytes(self) -> ExchangeBytes:
         """Bytes of the micro-batch."""
-        of_row, (forward, backward), rows = self._bytes_of_row(), self._tile_bytes(), self.shared.shape.rows
-        return ExchangeBytes(rows * of_row.forward + forward, rows * of_row.backward + backward, rows * of_row.kept)
+        each, (forward, backward), rows = self._bytes_of_row(), self._tile_bytes(), self.shared.shape.rows
+        return ExchangeBytes(rows * each.forward + forward, rows * each.backward + backward, rows * each.kept)
 
     def _bytes_of_row(self) -> ExchangeBytes:
         (narrow, wide), (heads, _), (tokens, _), (together, _) = self._widths, self._heads, self._queries, self._tile
@@ -106,7 +106,7 @@ class _AttentionOfRank:
         return min(edge, self._queries[1]), min(edge, self.shared.partition.tokens)
 
     def _tile_bytes(self) -> tuple[int, int]:
-        """The dense mask of a tile, as it is made, or its scores, probabilities and their gradients."""
+        """The dense mask of a tile while it is made, or its scores, probabilities and their gradients."""
         narrow, wide = self._widths
         elements = prod(self._tile) * self.shared.shape.rows * (self._heads[0] if self.has_dropout else 1)
         if self.has_dropout:
@@ -116,24 +116,24 @@ class _AttentionOfRank:
     def _keys_forward(self) -> tuple[int, int]:
         """Keys and values of a row that are there while they arrive, and while a block of them is computed."""
         narrow, _ = self._widths
-        size, own = narrow * self._key_width, self._queries[0]
+        size, here = narrow * self._key_width, self._queries[0]
         if self.shared.kind == "all-gather":
             parts, tokens = self.shared.partition.ranks * self.shared.partition.longest, self.shared.partition.tokens
-            return size * (own + self.shared.partition.longest + parts + tokens), size * (own + tokens)
-        in_turn = size * (own + self._travelling_tokens)
+            return size * (here + self.shared.partition.longest + parts + tokens), size * (here + tokens)
+        in_turn = size * (here + self._travelling_tokens)
         return in_turn, in_turn
 
     def _keys_backward(self) -> tuple[int, int]:
         """The same in backward, with gradients of keys."""
-        (narrow, wide), width, own = self._widths, self._key_width, self._queries[0]
+        (narrow, wide), width, here = self._widths, self._key_width, self._queries[0]
         arriving, computing = self._keys_forward()
         if self.shared.kind == "all-gather":
             parts, tokens = self.shared.partition.ranks * self.shared.partition.longest, self.shared.partition.tokens
-            returning = width * (narrow * (own + parts) + wide * tokens)
+            returning = width * (narrow * (here + parts) + wide * tokens)
             return max(arriving, returning), computing + width * (wide * tokens + narrow * self._tile[1])
         longest = max(map(count_tokens, ring_spans(self.shared.partition, self.shared.head_ranks)))
         is_ring = self.shared.partition.ranks > self.shared.head_ranks
-        sums = wide * (3 * longest if is_ring else 2 * own)  # Of this rank's keys, passing ones, and those of the block
+        sums = wide * (3 * longest if is_ring else 2 * here)  # This rank's keys, passing ones, and those of the block
         messages = 3 * narrow * longest * is_ring
         return arriving + width * (sums + messages), computing + width * (
             sums + messages + narrow * min(longest, self._tile[1])
