@@ -1,8 +1,6 @@
 """The page of context parallelism on families of models: the numbers of each kind, or the reason of a refusal."""
 
-import csv
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +9,8 @@ from motet.core.errors import InputError
 from motet.parallel.layout import resolve_layout
 from motet.train.job import Job
 from motet.train.proposed_sharding import sharding_of_job
-from pages import DOCS, ROOT, commit, markdown_table
-from pages.tensor_parallel_families import LIMIT, train_on_rank
+from pages import DOCS, markdown_table
+from pages.tensor_parallel_families import LIMIT, measure_families, rows_of_data, train_on_rank
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -158,21 +156,7 @@ def job_of(family: str, folder: Path, layout: str = "") -> Job:
 
 def measure(words: list[str]) -> tuple[str, bool]:
     """Prove these families, or all, and train them on one device and over two ranks; the data of others stays."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from ranks import Ranks
-
-    if unknown := [family for family in words if family not in FAMILIES]:
-        raise SystemExit(f"{unknown[0]!r} is none of the families {', '.join(FAMILIES)}")
-    pool = Ranks()
-    for family in words or FAMILIES:
-        row = {"family": family, "commit": commit(), **_measure_family(pool, family)}
-        print(" | ".join(str(row[name]) for name in COLUMNS), flush=True)
-        rows = [each for each in read_rows() if each["family"] != family] + [row]
-        with DATA.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted(rows, key=lambda each: list(FAMILIES).index(each["family"])))
-    pool.close()
+    measure_families(words, FAMILIES, DATA, columns=COLUMNS, measure_family=_measure_family)
     return page(), all(float(row[layout]) < LIMIT for row in trained_rows() for layout in LAYOUTS)
 
 
@@ -207,10 +191,7 @@ def describe_attention(job: Job) -> str:
 
 def read_rows() -> list[dict[str, str]]:
     """A row for each family, in the order of FAMILIES."""
-    if not DATA.is_file():
-        return []
-    with DATA.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of_data(DATA)
 
 
 def trained_rows() -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,21 +85,7 @@ def job_of(family: str, folder: Path, layout: str = "") -> Job:
 
 def measure(words: list[str]) -> tuple[str, bool]:
     """Train these families, or all, on one device and over ranks of this machine; the data of others stays."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from ranks import Ranks
-
-    if unknown := [family for family in words if family not in FAMILIES]:
-        raise SystemExit(f"{unknown[0]!r} is none of the families {', '.join(FAMILIES)}")
-    pool = Ranks()
-    for family in words or FAMILIES:
-        row = {"family": family, "commit": commit(), **_measure_family(pool, family)}
-        print(" | ".join(str(row[name]) for name in COLUMNS), flush=True)
-        rows = [each for each in read_rows() if each["family"] != family] + [row]
-        with DATA.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(sorted(rows, key=lambda each: list(FAMILIES).index(each["family"])))
-    pool.close()
+    measure_families(words, FAMILIES, DATA, columns=COLUMNS, measure_family=_measure_family)
     return page(), all(float(row[layout]) < LIMIT for row in read_rows() for layout in LAYOUTS)
 
 
@@ -156,10 +142,43 @@ def _whole(roles: list[TensorRole]) -> Iterator[str]:
         yield f"{vectors} vectors"
 
 
+def measure_families(
+    words: list[str],
+    families: Collection[str],
+    data: Path,
+    *,
+    columns: Sequence[str],
+    measure_family: Callable[["Ranks", str], dict[str, str]],
+) -> None:
+    """Measure these families, or all, and write the row of each into the data, in the order of families."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from ranks import Ranks
+
+    if unknown := [family for family in words if family not in families]:
+        raise SystemExit(f"{unknown[0]!r} is none of the families {', '.join(families)}")
+    pool, order = Ranks(), list(families)
+    for family in words or order:
+        row = {"family": family, "commit": commit(), **measure_family(pool, family)}
+        print(" | ".join(str(row[name]) for name in columns), flush=True)
+        rows = [each for each in rows_of_data(data) if each["family"] != family] + [row]
+        with data.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(sorted(rows, key=lambda each: order.index(each["family"])))
+    pool.close()
+
+
+def rows_of_data(data: Path) -> list[dict[str, str]]:
+    """The row of each family that was measured."""
+    if not data.is_file():
+        return []
+    with data.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def read_rows() -> list[dict[str, str]]:
     """A row for each family, in the order of FAMILIES."""
-    with DATA.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of_data(DATA)
 
 
 def page() -> str:
