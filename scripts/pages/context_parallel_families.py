@@ -10,7 +10,14 @@ from motet.parallel.layout import resolve_layout
 from motet.train.job import Job
 from motet.train.proposed_sharding import sharding_of_job
 from pages import DOCS, markdown_table
-from pages.tensor_parallel_families import LIMIT, measure_families, rows_of_data, train_on_rank
+from pages.tensor_parallel_families import (
+    GROUPED,
+    LIMIT,
+    SMALL,
+    measure_families,
+    rows_of_data,
+    train_on_rank,
+)
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -20,18 +27,6 @@ DATA = DOCS / "reference/context-parallel-families.csv"
 LAYOUTS = ("dp=1 cp=2", "dp=1 cp=2 cp_kind=ring", "dp=1 cp=2 cp_kind=all-to-all")
 COLUMNS = ("family", "commit", "attention", "refusal", *LAYOUTS)
 TOKENS = 31  # Two ranks have 15 and 16 of them
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "vocab_size": 260,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
 WINDOW = {**GROUPED, "sliding_window": 7}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 CHOSEN = {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}

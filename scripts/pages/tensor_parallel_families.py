@@ -24,7 +24,7 @@ DATA = DOCS / "reference/tensor-parallel-families.csv"
 LAYOUTS = ("tp=2", "tp=4", "tp=2 sp=true", "tp=2 dp=2 zero=3 sp=true")
 COLUMNS = ("family", "commit", "parameters", "split", "found", "whole", *LAYOUTS)
 LIMIT = 1e-12
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,

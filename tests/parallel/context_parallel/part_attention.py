@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.core.trace import install_sink
-from motet.models.arch.attention_core import ScoreOptions, attend, attention_exchange
+from motet.models.arch.attention_core import AttentionExchange, ScoreOptions, attend, attention_exchange
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, repeatable_dropout
 from motet.parallel.context_parallel import attention_blocks as blocks
@@ -125,12 +125,12 @@ def run_attention(case: Case, inputs: list[Tensor], mask: AttentionMask, grad: T
 class Marked:
     """An exchange that knows where a forward ends."""
 
-    exchange: Any
+    exchange: AttentionExchange
     counter: Counter
     at_mark: dict[str, float]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
-        return self.exchange.attend(q, k, v, mask=mask, options=options)  # type: ignore[no-any-return]
+        return self.exchange.attend(q, k, v, mask=mask, options=options)
 
     def mark(self) -> None:
         self.at_mark.update(self.counter.counts)

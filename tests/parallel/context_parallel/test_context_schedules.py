@@ -1,6 +1,8 @@
 """Tiles, ring schedules and head splits, and bytes by their formula, against sets of places."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -8,9 +10,10 @@ from motet.core.errors import InputError
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility, TileLimits
 from motet.parallel.context_parallel.context_bytes import ring_spans, sent_bytes
-from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
+from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition, Spans
 from motet.parallel.context_parallel.head_split import HeadSplit
 from motet.parallel.context_parallel.ring_schedule import RingSchedule
+from motet.parallel.layout import ContextParallelKind
 
 VISIBILITIES = [PlaceVisibility(causal, window) for causal in (True, False) for window in (None, 1, 5, 40)]
 
@@ -64,9 +67,9 @@ def test_pairs_of_each_rank() -> None:
 
 @pytest.mark.parametrize("order", ["head-tail", "contiguous"])
 @pytest.mark.parametrize("visible", VISIBILITIES, ids=str)
-def test_keys_travel_as_far_as_a_rank_needs_them(order: str, visible: PlaceVisibility) -> None:
+def test_keys_travel_as_far_as_a_rank_needs_them(order: ContextOrder, visible: PlaceVisibility) -> None:
     for ranks in (2, 3, 4):
-        partition = ContextPartition(31, ranks, order)  # type: ignore[arg-type]  # a literal
+        partition = ContextPartition(31, ranks, order)
         schedule = RingSchedule(partition.spans_by_rank, visible)
         for owner in range(ranks):
             needed = []
@@ -114,10 +117,9 @@ def test_sent_bytes() -> None:
     contiguous = ContextPartition(12, 4, "contiguous")
     token = 3 * 8 * 2 * 16  # Keys and values of a token of 3 rows
 
-    def sent(kind: str, inner: int = 1, **changes: object) -> list[tuple[int, int]]:
-        changed = AttentionCall(**{**vars(call), **changes})  # type: ignore[arg-type]  # names of fields
-        options = {"kind": kind, "inner": inner, "rows": 3, "itemsize": 8}
-        return [sent_bytes(changed, contiguous, rank, **options) for rank in range(4)]  # type: ignore[arg-type]  # as above
+    def sent(kind: ContextParallelKind, inner: int = 1, **changes: Any) -> list[tuple[int, int]]:
+        changed = replace(call, **changes)
+        return [sent_bytes(changed, contiguous, rank, kind=kind, inner=inner, rows=3, itemsize=8) for rank in range(4)]
 
     assert sent("all-gather") == [(9 * token, 18 * token)] * 4
     # Rank r passes on the keys of ranks 0..r to the next one; the last rank returns the gradients.

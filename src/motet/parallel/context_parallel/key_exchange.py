@@ -157,7 +157,8 @@ class RingKeys:
         """Send the gradients of the block of this hop on, or home. Return the gradients of the block of the next hop,
         and those of this rank's keys, that arrive in the meantime."""
         schedule, (owner, before) = self.schedule, ((self.index - n) % self.schedule.ranks for n in (hop, hop + 1))
-        sends, receives, arrivals = list[P2PTensor](), list[P2PTensor](), ([], [])  # type: ignore[var-annotated]  # as returned
+        sends, receives = list[P2PTensor](), list[P2PTensor]()
+        arrivals = list[_PassingGradients](), list[_PassingGradients]()
         if 0 < hop <= schedule.last_hop(owner) and passing.numel():
             step = 1 if hop < schedule.last_hop(owner) else -hop
             sends.append(P2PTensor(self._peer(step), passing.view(-1)))
