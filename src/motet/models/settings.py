@@ -90,6 +90,26 @@ class MixtureOfExpertsSettings(FrozenSettings):
         return self
 
 
+class BalanceSettings(FrozenSettings):
+    """The way in which the experts of a mixture get equal loads."""
+
+    kind: Literal["none", "row", "bias"] = "none"
+    """`row`: a loss of each row. `bias`: a correction of the scores for the choice alone, moved after each step. Loads
+    are counted with every kind."""
+    weight: Annotated[float, Field(ge=0)] | None = None
+    """The factor of the loss of a row; 0.01 with `row` and 0 with `bias` when not given."""
+    speed: Annotated[float, Field(gt=0)] = 0.001
+    """The change of a correction in a step."""
+    z_weight: Annotated[float, Field(ge=0)] = 0.0
+    """The factor of the squared log-sum-exp of a router's logits, a mean over the tokens of a row."""
+
+    @property
+    def row_weight(self) -> float:
+        """The factor of the loss of a row, 0 where there is none."""
+        default = 0.01 if self.kind == "row" else 0.0
+        return default if self.weight is None else self.weight
+
+
 class LatentAttentionSettings(FrozenSettings):
     """DeepSeek's multi-head latent attention (for planning: training it comes later)."""
 
@@ -170,6 +190,8 @@ class DecoderSettings(TransformerSettings):
     given."""
     experts: MixtureOfExpertsSettings | None = None
     latent_attention: LatentAttentionSettings | None = None
+    balance: BalanceSettings | None = None
+    """The balance of the experts; their loads are counted when not given."""
 
     @property
     def has_ffn_bias(self) -> bool:
@@ -226,6 +248,8 @@ class UserModuleSettings(TrainableParameterSettings):
     """Keyword arguments of the function; for `hf:`, values that replace those of config.json."""
     vocab_size: Annotated[int, Field(ge=2, le=2**31)] | None = None
     """Checked against the tokenizer when given; `hf:` models know theirs."""
+    balance: BalanceSettings | None = None
+    """The balance of experts of a mixture; nothing is counted when not given."""
 
     @property
     def hf_path(self) -> str | None:
