@@ -44,16 +44,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 0,
     },
 }  # fmt: skip
+_OURS = "family='decoder', vocab_size=260, context=24, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=40"
+_EXPERTS = "count=8, per_token=2, hidden=24, shared=1"
+OURS = {
+    "motet": f"{_OURS}, experts={{{_EXPERTS}, scores='sigmoid', groups=2, groups_per_token=1}}",
+    "motet with capacity": f"{_OURS}, experts={{{_EXPERTS}, capacity=1.0, drop='lowest'}}",
+}
 SCORES = dict.fromkeys(FAMILIES, "softmax") | dict.fromkeys(("deepseek_v3", "glm4_moe", "minimax_m2"), "sigmoid")
 CORRECTIONS = {
     "deepseek_v3": "mlp.gate.e_score_correction_bias",
     "glm4_moe": "mlp.gate.e_score_correction_bias",
     "minimax_m2": "mlp.e_score_correction_bias",
+    **dict.fromkeys(OURS, "ffn.router.correction"),
 }
 
 
 def model_of_family(folder: Path, family: str, balance: str = "", **more: Any) -> str:
     """The setting of a model whose config is written below a folder; `balance` is the section, such as `kind='row'`."""
+    if family in OURS:
+        return f"model={{{OURS[family]}, balance={{{balance}}}}}"
     where = Path(tempfile.mkdtemp(dir=folder))
     (where / "config.json").write_text(json.dumps({"model_type": family, **FAMILIES[family], **more}))
     section = f", balance={{{balance}}}" if balance else ""

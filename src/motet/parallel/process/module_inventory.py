@@ -9,19 +9,21 @@ from motet.parallel.model_sharding import ModelInventory, TensorInfo, TensorKind
 
 
 def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) -> ModelInventory:
-    """The parameters and persistent buffers of a module; `optimizer_groups` names the trained ones."""
-    loads = set(load_buffers(module).values())
+    """The parameters and persistent buffers of a module; `optimizer_groups` names the trained ones. A module names its
+    buffers of the kind `load` in `load_buffers`."""
     block_ids: dict[Tensor, int] = {
         tensor: i for i, block in enumerate(find_blocks(module)) for tensor in (*block.parameters(), *block.buffers())
     }
+    loads = set(load_buffers(module).values())
     names: dict[Tensor, list[str]] = {}
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()):
         names.setdefault(tensor, []).append(name)
 
     def describe(tensor: Tensor, name: str, *aliases: str) -> TensorInfo:
         is_parameter, dtype = isinstance(tensor, nn.Parameter), str(tensor.dtype).removeprefix("torch.")
-        kind_of_buffer: TensorKind = "load" if tensor in loads else "statistics"
-        kind: TensorKind = kind_of_buffer if not is_parameter else "trained" if tensor.requires_grad else "frozen"
+        kind: TensorKind = "trained" if tensor.requires_grad else "frozen"
+        if not is_parameter:
+            kind = "load" if tensor in loads else "statistics"
         group = optimizer_groups.get(name, 0)
         return TensorInfo(name, tuple(tensor.shape), dtype, kind, group, aliases, block_ids.get(tensor))
 
@@ -38,12 +40,9 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-_LOAD_BUFFERS = "_motet_load_buffers"
-
-
 def mark_load_buffer(owner: nn.Module, name: str) -> None:
     """Let a buffer of a module have the kind `load`: ranks change it together after a step, and no forward does."""
-    setattr(owner, _LOAD_BUFFERS, getattr(owner, _LOAD_BUFFERS, frozenset()) | {name})
+    vars(owner)["load_buffers"] = tuple(dict.fromkeys((*getattr(owner, "load_buffers", ()), name)))
 
 
 def load_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -51,6 +50,6 @@ def load_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, inner in module.named_modules()
-        for name in sorted(getattr(inner, _LOAD_BUFFERS, ()))
+        for name in getattr(inner, "load_buffers", ())
         if (buffer := inner._buffers.get(name)) is not None
     }
