@@ -159,15 +159,21 @@ class TokenPart(NamedTuple):
     spans: Sequence[tuple[int, int]]  # (first, stop) of its places
 
     def in_rows(self, shape: tuple[int, ...], spans: Spans | None) -> tuple[tuple[int, ...], Spans]:
-        """The shape of a whole row, and the spans of this rank, from those of its part of the row. The tokens are along
-        the first dimension that is as long as the part."""
-        here = sum(stop - first for first, stop in self.spans)
+        """The shape of a whole row, and the spans of this rank, from those of its part of the row. Tokens are along the
+        dimension after rows, or together with them: the proof of a layout runs parts of several lengths, so that no
+        other dimension has their length by chance."""
+        here, dim = sum(stop - first for first, stop in self.spans), int(shape[0] == 1)
         spans = [[(0, length)] for length in shape] if spans is None else [*spans]
-        if here in shape:
-            dim = shape.index(here)
-            spans[dim] = [place for pair in spans[dim] for place in places_in_spans(self.spans, *pair)]
-            shape = (*shape[:dim], self.tokens, *shape[dim + 1 :])
-        return shape, spans
+        if set(shape[dim : dim + 1]) <= {1}:  # The same for all tokens
+            return shape, spans
+        check_input(
+            shape[dim : dim + 1] == (here,),
+            f"dropout on a tensor of which each row has the shape {list(shape[dim:])}, on a rank with {here} tokens of "
+            "each row: masks follow tokens along the dimension after rows alone; apply dropout to [rows, tokens, ...], "
+            "or set it to 0",
+        )
+        spans[dim] = [place for pair in spans[dim] for place in places_in_spans(self.spans, *pair)]
+        return (*shape[:dim], self.tokens, *shape[dim + 1 :]), spans
 
 
 def places_in_spans(spans: Sequence[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -105,6 +105,7 @@ def test_modules_of_a_user(kind: Kind) -> None:
         ("counts", r"positions \(Embedding\) gets other indices, such as positions that its caller counts, for a part"),
         ("gradient", r"the gradients of embedding.weight are not those of whole rows: relative difference"),
         ("mask", r"blocks.0 \(AttentionBlock\): it gives attention a mask of shape \[29, 29\]"),
+        ("dropout of heads", r"each row has the shape \[2, 15, 8\], on a rank with 15 tokens"),
         ("flat heads", r"blocks.0 \(AttentionBlock\): its queries, keys and values are \[4, 29, 8\]"),
     ],
 )
