@@ -12,6 +12,7 @@ Kind = Literal[
     "plain",
     "dropout",
     "dropout of heads",
+    "dropout of all tokens",
     "bidirectional",
     "convolution",
     "mean",
@@ -41,7 +42,9 @@ class AttentionBlock(nn.Module):
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(h).chunk(3, -1))
         x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
         if self.kind == "dropout":
-            x = F.dropout(x, 0.2, self.training) * F.dropout(torch.ones_like(x[:, :1]), 0.2, self.training)
+            x = F.dropout(x, 0.2, self.training)
+        if self.kind == "dropout of all tokens":
+            x = x * F.dropout(torch.ones_like(x[:, :1]), 0.2, self.training)
         return x - x.mean(1, keepdim=True) if self.kind == "late mean" else x
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def test_families_with_packed_documents_and_windows(
         assert {(call.key_heads, call.key_dim, call.value_dim) for call in calls} == {(2, 8, 8)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout", "bidirectional"])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "dropout of all tokens", "bidirectional"])
 def test_modules_of_a_user(kind: Kind) -> None:
     calls = proof_of_decoder(kind)
     assert [call.module for call in calls] == ["blocks.0", "blocks.1"]
