@@ -9,9 +9,16 @@ from motet.parallel.model_sharding import ModelInventory, TensorInfo, TensorKind
 
 
 def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) -> ModelInventory:
-    """The parameters and persistent buffers of a module; `optimizer_groups` names the trained ones."""
+    """The parameters and persistent buffers of a module; `optimizer_groups` names the trained ones. A module names its
+    buffers of the kind `load` in `load_buffers`."""
     block_ids: dict[Tensor, int] = {
         tensor: i for i, block in enumerate(find_blocks(module)) for tensor in (*block.parameters(), *block.buffers())
+    }
+    loads = {
+        inner.get_buffer(name)
+        for inner in module.modules()
+        for name in getattr(inner, "load_buffers", ())
+        if getattr(inner, name, None) is not None
     }
     names: dict[Tensor, list[str]] = {}
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()):
@@ -19,7 +26,9 @@ def inventory_of_module(module: nn.Module, optimizer_groups: Mapping[str, int]) 
 
     def describe(tensor: Tensor, name: str, *aliases: str) -> TensorInfo:
         is_parameter, dtype = isinstance(tensor, nn.Parameter), str(tensor.dtype).removeprefix("torch.")
-        kind: TensorKind = "statistics" if not is_parameter else "trained" if tensor.requires_grad else "frozen"
+        kind: TensorKind = "trained" if tensor.requires_grad else "frozen"
+        if not is_parameter:
+            kind = "load" if tensor in loads else "statistics"
         group = optimizer_groups.get(name, 0)
         return TensorInfo(name, tuple(tensor.shape), dtype, kind, group, aliases, block_ids.get(tensor))
 
