@@ -1,39 +1,18 @@
-"""The part of each row that a rank computes, while the model runs on it: its attention, its dropout masks, and the
-choices of experts for complete rows."""
+"""The part of each row that a rank computes, while the model runs on it: its attention and its dropout masks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from motet.core.batch import Batch
-from motet.models.arch.mixture.row_tokens import row_exchange
 from motet.models.attention_seams import AttentionSeams
 from motet.models.layout_invariant_dropout import TokenPart, token_part
 from motet.parallel.context_parallel.attention_exchange import ContextAttention, ContextGroup
-from motet.parallel.context_parallel.context_partition import ContextPartition
-from motet.parallel.context_parallel.key_exchange import gather_tokens
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
-
-
-@dataclass(frozen=True)
-class GatheredRows:
-    """Choices of experts, gathered from the ranks that share rows."""
-
-    partition: ContextPartition
-    group: RankGroup
-
-    def whole_rows(self, part: Tensor) -> Tensor:
-        """[R, t, ...] of this rank's tokens -> [R, T, ...] of all tokens. All ranks of the group call it."""
-        return gather_tokens(part.transpose(0, 1).contiguous(), self.partition, self.group).transpose(0, 1).contiguous()
-
-    def part_of_rows(self, rows: Tensor) -> Tensor:
-        """[R, T, ...] of all tokens -> [R, t, ...] of those of this rank."""
-        return torch.cat([rows[:, first:stop] for first, stop in self.partition.spans(self.group.rank)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -60,14 +39,12 @@ class ContextRanks:
         partition = self.layout.context.partition(batch.row_tokens)
         ranks = ContextGroup(partition, self.group.rank, self.group, self.layout.cp_kind, self.inner)
         documents = batch.row_documents if self.seams.separate_documents else None
-        rows = row_exchange.set(GatheredRows(partition, self.group))
         part = token_part.set(TokenPart(batch.row_tokens, partition.spans(self.group.rank)))
         try:
             with self.seams.exchanging(ContextAttention(ranks, documents)):
                 yield
         finally:
             token_part.reset(part)
-            row_exchange.reset(rows)
 
 
 def join_context_ranks(layout: Layout, group: RankGroup, module: nn.Module) -> ContextRanks | None:

@@ -19,7 +19,6 @@ from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_core import ScoreOptions, attend
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
-from motet.models.arch.mixture.row_tokens import row_exchange
 from motet.models.attention_seams import AttentionSeams
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, TokenPart, token_part
 from motet.models.user_module import named_blocks
@@ -119,7 +118,6 @@ class _ContextRun(PartRun):
         self._attention, self._token_places, self._whole_run = attention, places, reference
         self._outputs_of_attention, self._options = list[Tensor](), list[tuple[object, ...]]()
         self._blocks, self.attention_calls = list(named_blocks(module)), list[AttentionCall]()
-        self._gathered_rows = list[Tensor]()
 
     def piece(self, x: Tensor, dim: int) -> Tensor:
         """The tokens of this part."""
@@ -132,19 +130,6 @@ class _ContextRun(PartRun):
     def without_padding(self, part: Tensor, expected: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """The part, which has no padding, and the tokens of the whole with which it is compared."""
         return part, self.piece(expected, dim)
-
-    def whole_rows(self, part: Tensor) -> Tensor:
-        """The tensor of all tokens that ranks gather, from the run of the whole; that of a part must be its piece."""
-        index, name = len(self._gathered_rows), self.running[-1] if self.running else ""
-        complete = part if self._whole_run is None else self._whole_run._gathered_rows[index]
-        self._gathered_rows.append(part)
-        if not is_close(part, self.piece(complete, 1)):
-            raise ProofMismatchError(f"{name} gathers other tokens from a part than from whole rows", module=name)
-        return complete
-
-    def part_of_rows(self, rows: Tensor) -> Tensor:
-        """The tokens of this part."""
-        return self.piece(rows, 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
         """The output of the whole for the tokens of this part, where the graph begins again."""
@@ -283,7 +268,6 @@ class _ContextProof:
                 return forward()
 
         noun, token = "the model with motet's attention" if part is None else "a part of a row", token_part.set(part)
-        rows = row_exchange.set(run if isinstance(run, _ContextRun) else None)
         with explain_failing_part(run, noun), self._dropout.for_rows(0, batch.rows):
             try:
                 run.run(forward_inside, lambda: dict(self.module.named_parameters()))
@@ -293,7 +277,6 @@ class _ContextProof:
                 raise ProofMismatchError(f"{module}{error}", module=name) from error
             finally:
                 token_part.reset(token)
-                row_exchange.reset(rows)
 
     # --- the module that differs ---
 
