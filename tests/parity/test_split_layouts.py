@@ -45,8 +45,8 @@ CASES = [
 # Outputs of which nothing says how they lie: those of modules without a weight between split layers, and the second
 # output of a router.
 BETWEEN = (
-    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\]|(gate|router)\[1\])( \(call \d\))?|"
-    r"transform|transform_norm|whole model.*)$"
+    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
+    r".*(gate|router)\[1\]|transform|transform_norm|whole model.*)$"
 )
 
 

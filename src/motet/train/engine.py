@@ -414,8 +414,6 @@ def build_engine(
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)
-        context = join_context_ranks(layout, step_group, module)
-        row_ranks = join_row_ranks(layout, step_group, module)
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
@@ -443,8 +441,8 @@ def build_engine(
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
         pipeline=make_pipeline(module, plan, parameters, group=step_group),
-        context=context,
-        row_ranks=row_ranks,
+        context=join_context_ranks(layout, step_group, module),
+        row_ranks=join_row_ranks(layout, step_group, module),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )

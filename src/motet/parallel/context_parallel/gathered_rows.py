@@ -17,7 +17,7 @@ from motet.parallel.process.process_group import RankGroup
 
 
 @dataclass(frozen=True)
-class GatheredRows:
+class CompleteRows:
     """The ranks that share each row, from which its tokens are gathered."""
 
     row_tokens: int
@@ -63,7 +63,7 @@ class RowRanks:
     def rows_of(self, batch: Batch) -> Iterator[None]:
         """A context for the forward and the backward of a batch, which may be a part of each row."""
         context = None if batch.places is None else self.context
-        rows = GatheredRows(batch.row_tokens or batch.tokens.shape[1], context, self.order, self.tensor)
+        rows = CompleteRows(batch.row_tokens or batch.tokens.shape[1], context, self.order, self.tensor)
         token = row_exchange.set(rows)
         try:
             yield

@@ -49,7 +49,7 @@ class CapacityLimit(nn.Module):
     def forward(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if not self.training:
             return weights, chosen
-        is_dropped = on_whole_rows(partial(dropped_assignments, self.experts), weights.detach(), chosen)
+        is_dropped = on_whole_rows(partial(dropped_assignments, experts=self.experts), weights.detach(), chosen)
         return weights.masked_fill(is_dropped, 0), chosen.masked_fill(is_dropped, self.experts.count)
 
 
@@ -59,7 +59,7 @@ def row_capacity(experts: MixtureOfExpertsSettings, tokens: int) -> int:
     return ceil(experts.capacity * experts.per_token * tokens / experts.count)
 
 
-def dropped_assignments(experts: MixtureOfExpertsSettings, weights: Tensor, chosen: Tensor) -> Tensor:
+def dropped_assignments(weights: Tensor, chosen: Tensor, experts: MixtureOfExpertsSettings) -> Tensor:
     """[R, T, K] -> whether each assignment is dropped. `last` keeps the first tokens of the row, `lowest` the highest
     weights, of equal ones those of the first tokens."""
     by_row = chosen.flatten(1)
