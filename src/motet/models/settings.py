@@ -328,8 +328,8 @@ class UserModuleSettings(TrainableParameterSettings):
     """Keyword arguments of the function; for `hf:`, values that replace those of config.json."""
     vocab_size: Annotated[int, Field(ge=2, le=2**31)] | None = None
     """Checked against the tokenizer when given; `hf:` models know theirs."""
-    balance: BalanceSettings = BalanceSettings()
-    """Of a mixture of experts."""
+    balance: BalanceSettings | None = None
+    """The balance of the experts of a mixture; nothing is counted when not given."""
 
     @property
     def hf_path(self) -> str | None:
