@@ -13,6 +13,7 @@ from motet.parallel.context_parallel.context_partition import ContextOrder, Cont
 from motet.parallel.context_parallel.key_exchange import gather_tokens
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.layout import Layout
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.process.process_group import RankGroup
 
 
@@ -75,7 +76,9 @@ def join_row_ranks(layout: Layout, group: RankGroup, module: nn.Module) -> RowRa
     """The ranks that share rows with this one, if code of the module needs complete rows. All ranks call this."""
     if not any(getattr(inner, "needs_whole_rows", False) for inner in module.modules()):
         return None
-    context = join_subgroup(group, layout.dims.groups("cp")) if layout.cp > 1 else None
-    splits = layout.sp and layout.dims.size("tp") > 1
-    tensor = join_subgroup(group, layout.dims.groups("tp")) if splits else None
+    shared = {
+        name: join_subgroup(group, layout.dims.groups(name)) if is_split and layout.dims.size(name) > 1 else None
+        for name, is_split in ((CONTEXT_DIMENSION, True), (TENSOR_DIMENSION, layout.sp))
+    }
+    context, tensor = shared.values()
     return RowRanks(context, layout.context.order, tensor) if context or tensor else None
