@@ -376,6 +376,7 @@ class PartProof:
         run_part = partial(self._run, index, proposal, stop_after=stop_after, reference=reference)
         runs = [run_part(rank=rank) for rank in range(self.ranks)]
         compare_values(runs, reference)
+        compare_results(runs, reference)
         return self._compare_gradients(runs, reference, proposal)
 
     def has_gradient(self, module: str) -> bool:
@@ -449,7 +450,7 @@ class PartProof:
 
 
 def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
-    """Check the tensors that enter the borders of parts, and the results of parts."""
+    """Check the tensors that enter the borders of parts."""
     for site, expected in reference.values.items():
         comm, check = reference.comms[site], partial(check_close, module=site.module, tensor=site.side)
         if any(site not in run.values for run in runs):
@@ -464,10 +465,10 @@ def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
             if BEFORE[comm.operation] == "piece":
                 part, whole_value = run.without_padding(part, expected, comm.dim)
             check(part, whole_value, f"{site.noun} differs on a shard", progress=2)
-    _compare_results(runs, reference)
 
 
-def _compare_results(runs: Sequence[PartRun], reference: PartRun) -> None:
+def compare_results(runs: Sequence[PartRun], reference: PartRun) -> None:
+    """Check the results of parts, or their sums."""
     if reference.proposal.adds_results:
         for index, expected in enumerate(reference.results):
             total = sum_of(run.results[index] for run in runs)
