@@ -23,9 +23,9 @@ from motet.core.errors import InputError, check_input
 from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, InputWidth
 from motet.parallel.proof.comparison import SourceLine, is_close
-from motet.parallel.proof.module_calls import Arguments, CallObserver
+from motet.parallel.proof.module_calls import Arguments, CallObserver, ModuleCall
 from motet.parallel.proof.part_proof import Forward, PartProposal
-from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute, region_comms
+from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute, SplitRegion, region_comms
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,12 @@ class CandidateRegion:
     module: str
     columns: tuple[tuple[str, ...], ...]
     rows: tuple[str, ...]
+    copies: tuple[str, ...] = ()  # Modules without parameters that get a whole tensor of which each rank uses a part
+
+    @property
+    def readers(self) -> tuple[tuple[str, ...], ...]:
+        """The modules that read each tensor that enters the region."""
+        return (*self.columns, *((name,) for name in self.copies))
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -204,12 +210,13 @@ def output_dim_of_weight(
 def candidate_regions(observed: ObservedForward, module: str, taken: Collection[str]) -> Iterator[CandidateRegion]:
     """Regions of the layers in a module that are not `taken`: a layer by rows, and one to three groups before it.
 
-    The nearest groups come first. A layer is in the group of the layers that read the same tensor.
+    The nearest groups come first. A layer is in the group of the layers that read the same tensor. Last come groups
+    with one between them that stays whole, such as the layer that makes a short vector of keys and values.
     """
     groups = _groups(observed, module, taken)
-    for count in (1, 2, 3):
-        for last in range(count, len(groups)):
-            columns = tuple(groups[last - count : last])
+    for places in ((1,), (2, 1), (3, 2, 1), (3, 1)):
+        for last in range(max(places), len(groups)):
+            columns = tuple(groups[last - place] for place in places)
             rows = groups[last]
             if len(rows) == 1 and not any(rows[0] in group for group in columns):
                 yield CandidateRegion(module, columns, rows)
@@ -292,7 +299,7 @@ def join_proposals(
 ) -> PartProposal:
     """Several regions, split in these ways, as one proposal."""
     return PartProposal(
-        tuple(comm for each in proposals for comm in region_comms(each.region.columns, each.region.rows)),
+        tuple(comm for each in proposals for comm in region_comms(each.region.readers, each.region.rows)),
         {name: split for each in proposals for name, split in each.splits.items()},
         tuple(attribute for each in proposals for attribute in each.attributes),
         tuple(width for each in proposals for width in each.input_widths),
@@ -464,6 +471,7 @@ def propose_jointly(
                 name,
                 tuple(group for way in together for group in way.region.columns),
                 tuple(row for way in together for row in way.region.rows),
+                tuple(copy for way in together for copy in way.region.copies),
             )
             yield SplitProposal(
                 region,
@@ -500,6 +508,22 @@ def declared_roles(module: nn.Module, plan: Mapping[str, str] | None = None) -> 
         for name in names
         if fnmatchcase(name, pattern)
     }
+
+
+def declared_copies(module: nn.Module) -> list[str]:
+    """The modules that `tensor_parallel_plan` of another module declares as readers of a whole tensor."""
+    plans = ((path, getattr(part, "tensor_parallel_plan", None) or {}) for path, part in module.named_modules())
+    return [f"{path}.{name}".lstrip(".") for path, plan in plans for name, role in plan.items() if role == "copy"]
+
+
+def splits_of_output(
+    module: nn.Module, region: SplitRegion, layer: str, call: ModuleCall
+) -> tuple[DimensionSplit, ...]:
+    """The splits of the output of a layer of a region; a reader without a weight returns all of it on every rank."""
+    if (rule := region.rules.get(name := f"{layer}.weight")) is None:
+        return ()
+    dim, shape = call.output.ndim - 1, module.get_parameter(name).shape
+    return tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
 
 
 def split_row_input(module: nn.Module, layer: LinearLayer) -> SplitProposal:

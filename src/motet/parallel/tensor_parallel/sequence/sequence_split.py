@@ -38,7 +38,7 @@ from motet.parallel.proof.comparison import ProofMismatchError, is_close
 from motet.parallel.proof.module_calls import Arguments, ModuleCall, output_items, record_calls, tensors_by_path
 from motet.parallel.proof.part_proof import BEFORE, PartProof, PartProposal, PartRun
 from motet.parallel.proof.proof_values import random_values
-from motet.parallel.tensor_parallel.split_proposals import is_inside
+from motet.parallel.tensor_parallel.split_proposals import is_inside, splits_of_output
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits, SplitRegion, WholeRegion
 
 
@@ -373,9 +373,7 @@ class BlockStream:
             # Where rows and tokens are one dimension, ranks gather them in another order.
             inside = [columns for columns in region.columns if self._opening(columns).dim != 0]
             for layer in (layer for columns in inside for layer in columns):
-                dim, name = self.calls[layer][0].output.ndim - 1, f"{layer}.weight"
-                shape, rule = self.module.get_parameter(name).shape, region.rules.get(name, ShardRule())
-                outputs[layer] = tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
+                outputs[layer] = splits_of_output(self.module, region, layer, self.calls[layer][0])
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
         return [*entries, *(ActivationSplit(module, "output", splits) for module, splits in outputs.items())]
 
