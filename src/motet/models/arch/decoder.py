@@ -1,4 +1,5 @@
-"""One causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron, by its settings."""
+"""One causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron, Mixtral, DeepSeek-V3, by its
+settings."""
 
 from typing import cast
 
@@ -9,8 +10,10 @@ from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import causal_mask, places_in_row
 from motet.models.arch.key_value_cache import KeyValueCache
+from motet.models.arch.latent_attention import LatentAttention
 from motet.models.arch.layers import RotaryEmbedding, build_norm
 from motet.models.arch.loss import LogitsProjection
+from motet.models.arch.mixture.mixture_of_experts import MixtureOfExperts
 from motet.models.settings import DecoderSettings
 from motet.models.user_module import check_sequence_length
 
@@ -26,7 +29,7 @@ class CausalDecoder(nn.Module):
         if s.positions == "learned":
             self.positions = nn.Embedding(s.context, s.hidden)
         self.dropout = nn.Dropout(s.dropout)
-        self.blocks = nn.ModuleList(_build_block(s) for _ in range(s.layers))
+        self.blocks = nn.ModuleList(_build_block(s, layer) for layer in range(s.layers))
         self.norm = build_norm(s, bias=s.has_norm_bias)
         if not s.tied:  # a bare matrix, since the loss never holds all logits
             self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
@@ -86,19 +89,27 @@ class CausalDecoder(nn.Module):
         return self.embedding.weight if self.settings.tied else self.head["weight"]
 
 
-def _build_block(s: DecoderSettings) -> PreNormBlock:
-    attention = SelfAttention(
+def _build_block(s: DecoderSettings, layer: int) -> PreNormBlock:
+    experts = s.experts_of(layer)
+    ffn = FeedForward(s, bias=s.has_ffn_bias) if experts is None else MixtureOfExperts(s, experts)
+    return PreNormBlock(s, _build_attention(s), ffn, norm_bias=s.has_norm_bias, has_cross=False)
+
+
+def _build_attention(s: DecoderSettings) -> nn.Module:
+    if s.latent_attention is not None:
+        return LatentAttention(s, s.latent_attention)
+    return SelfAttention(
         s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
     )
-    return PreNormBlock(s, attention, FeedForward(s, bias=s.has_ffn_bias), norm_bias=s.has_norm_bias, has_cross=False)
 
 
 def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:
     if s.positions != "rotary":
         return None
-    dims, scaling = int(s.dim_per_head * s.rotary_fraction), s.rope_scaling
+    scaling, latent = s.rope_scaling, s.latent_attention
+    dims = latent.rotary_head_dim if latent else int(s.dim_per_head * s.rotary_fraction)
     check_input(
-        not (s.dim_per_head % 2 or dims % 2 or dims == 0),
+        latent or not (s.dim_per_head % 2 or dims % 2 or dims == 0),
         f"model.rotary_fraction = {s.rotary_fraction} rotates {dims} components of model.head_dim = {s.dim_per_head}, "
         "but rotary positions rotate pairs; make both numbers even and above 0",
     )
