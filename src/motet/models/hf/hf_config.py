@@ -40,9 +40,7 @@ ACTIVATIONS = pairs(
 
 # Kinds of keys; all others are integers of at least 1.
 _ACTIVATION_KEYS = frozenset({"hidden_act", "activation_function"})
-_BOOLEAN_KEYS = frozenset(
-    {"tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"}
-)
+_BOOLEAN_KEYS = frozenset({"tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"})
 _OPTIONAL_KEYS = frozenset(
     {"head_dim", "num_key_value_heads", "sliding_window", "q_lora_rank", "n_inner", "num_decoder_layers"}
 )

@@ -31,7 +31,14 @@ SplitBy = Literal["none", "heads", "inner", "vocabulary", "stream"]
 # with a gate, the attention core (which reads its sums or probabilities), the kernels that make its queries and keys,
 # or the head that is fused with its loss, which kept gradients.
 BackwardKernel = Literal[
-    "other", "product", "norm", "activation", "gated activation", "attention", "queries and keys", "fused head",
+    "other",
+    "product",
+    "norm",
+    "activation",
+    "gated activation",
+    "attention",
+    "queries and keys",
+    "fused head",
     "weighted sum",
 ]
 
