@@ -66,17 +66,23 @@ class GatheredKeys:
         return total[: len(local.packed)]
 
     def _gather(self, local: KeyBlock, direction: Direction) -> KeyBlock:
-        packed, ranks = local.packed, self.group.world
-        padded = packed.new_zeros(self.partition.longest, *packed.shape[1:])
-        padded[: len(packed)] = packed
-        parts = padded.new_empty(ranks, *padded.shape)
-        count_sent(direction, (ranks - 1) * padded.numel(), padded.itemsize)
-        all_gather(parts, padded, self.group)
-        rows = packed.new_empty(self.partition.tokens, *packed.shape[1:])
-        for rank, part in enumerate(parts):
-            for here, place in shared_slices(self.partition.spans(rank), ((0, self.partition.tokens),)):
-                rows[place] = part[here]
+        packed = local.packed
+        count_sent(direction, (self.group.world - 1) * self.partition.longest * packed[0].numel(), packed.itemsize)
+        rows = gather_tokens(packed, self.partition, self.group)
         return KeyBlock(rows, ((0, self.partition.tokens),), local.key_dim)
+
+
+def gather_tokens(part: Tensor, partition: ContextPartition, group: RankGroup) -> Tensor:
+    """[t, ...] of this rank's tokens of a row -> [T, ...] of all tokens, in the order of the row."""
+    padded = part.new_zeros(partition.longest, *part.shape[1:])
+    padded[: len(part)] = part
+    parts = padded.new_empty(group.world, *padded.shape)
+    all_gather(parts, padded, group)
+    rows = part.new_empty(partition.tokens, *part.shape[1:])
+    for rank, gathered in enumerate(parts):
+        for here, place in shared_slices(partition.spans(rank), ((0, partition.tokens),)):
+            rows[place] = gathered[here]
+    return rows
 
 
 @dataclass(frozen=True)
