@@ -133,9 +133,7 @@ def _moment_of_product(
     grad_output = gathered if product.sums_outputs else visits * product.out_features * width
     workspace = stream + grad_output + visits * product.in_features * width
     matrix = product.in_features * product.out_features
-    numels = (
-        each.numel for each in block.layer.parameters if each.name == product.parameter
-    )  # All experts
+    numels = (each.numel for each in block.layer.parameters if each.name == product.parameter)  # All experts
     grad_weight = next(numels, matrix) * width * product.weight_gradient
     return BackwardMoment(left, workspace, grad_weight, product.parameter.removesuffix(".weight"))
 
