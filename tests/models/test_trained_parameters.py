@@ -42,8 +42,10 @@ OF_MIXTURES: list[dict[str, Any]] = [
 
 
 def models(kind: type[TransformerSettings], choice: dict[str, Any]) -> list[TransformerSettings]:
-    cases = [*MIXTURES, LATENT[-1]] if any(choice is each for each in OF_MIXTURES) else CASES[kind][: -len(MIXTURES) - len(LATENT)]
-    cases = cases if kind is DecoderSettings else CASES[kind]
+    cases, mixtures = CASES[kind], [*MIXTURES, LATENT[-1]]
+    if kind is DecoderSettings:
+        is_for_mixtures = any(choice is each for each in OF_MIXTURES)
+        cases = mixtures if is_for_mixtures else [each for each in cases if each not in (*MIXTURES, *LATENT)]
     return [kind.model_validate({**SMALL, **values, **choice}) for values in cases]
 
 

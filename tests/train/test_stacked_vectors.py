@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from motet.models.stacked_experts import stacked_vectors
+from motet.models.spec.stacked_experts import stacked_vectors
 from motet.train.optimizer.module_plan import grouped_parameters, model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 

@@ -84,7 +84,7 @@ def inventory_of_spec(spec: ModelSpec) -> ModelInventory:
             block_id = blocks + i if is_block else None
             for p in repetition:
                 kind: TensorKind = "trained" if p.is_trained else "frozen"
-                is_vector = len(p.shape) < 2 or (p.active_fraction < 1 and len(p.shape) == 2)  # Of each expert
+                is_vector = len(p.shape) < 2 or (p.active_fraction < 1 and len(p.shape) == 2)  # Or one of each expert
                 tensors.append(TensorInfo(p.name, p.shape, "float32", kind, is_vector, (), block_id))
         blocks += block.repeat if is_block else 0
     return ModelInventory(tuple(tensors))

@@ -419,7 +419,7 @@ def _router(s: DecoderSettings, experts: MixtureOfExpertsSettings, *, bias: bool
     """Scores of all experts and weights of the chosen ones, in float32 at least."""
     count, per_token = experts.count, experts.per_token
     router = linear_spec("ffn.router", s.hidden, count, bias=bias)
-    product = replace(router.operations[0], result_dtype="wide", takes_adapter=False)
+    product = MatmulSpec("ffn.router.weight", s.hidden, count, result_dtype="wide", takes_adapter=False)
     saved = [
         SavedActivation("ffn.router.scores", count, dtype="wide"),
         SavedActivation("ffn.router.chosen", per_token, dtype="int64"),

@@ -12,7 +12,7 @@ from motet.core.errors import check_input
 from motet.core.trace import span
 from motet.memory.policy_choice import MemorySettings
 from motet.models.parameter_values import parameter_shapes
-from motet.models.stacked_experts import stacked_vectors
+from motet.models.spec.stacked_experts import stacked_vectors
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     without_forward_overlap,
