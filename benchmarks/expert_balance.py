@@ -2,10 +2,10 @@
 
     python benchmarks/expert_balance.py [--steps 500] [--seeds 0 1 2] [--only none row bias] [--page]
 
-A small decoder of mixtures trains on texts of eight kinds with letters of their own, of which the most frequent kind has
-half of the texts, the next one a quarter, and so on. So a router that sends each kind to its own experts is far from
-even. Runs of a seed begin with the same values and see the same batches. All runs are made in this process, on one
-thread. --page writes docs/benchmarks/expert-balance.md and its picture.
+A small decoder of mixtures trains on texts of eight kinds. Each kind has other letters; the most frequent one has half
+of the texts, the next one a quarter, and so on. So a router that sends each kind to other experts is far from even.
+Runs of a seed begin with the same values and see the same batches. All runs are made in this process, on one thread.
+--page writes docs/benchmarks/expert-balance.md and its picture.
 """
 
 import argparse
@@ -129,12 +129,12 @@ def train(job: Job, folder: Path) -> BalancedRun:
 
 
 def conditions(options: argparse.Namespace, minutes: float) -> str:
-    settings = ", ".join(f"`{settings}`" for settings in BALANCES.values())
+    settings, seeds = ", ".join(f"`{settings}`" for settings in BALANCES.values()), len(options.seeds)
     return (
-        f"A decoder of 2 layers with 8 experts each, of which a token visits 2, on one thread in float32: {options.steps} "
-        f"steps of 32 sequences of 64 tokens, {len(options.seeds)} seeds, balances {settings}. All runs took "
-        f"{minutes:.1f} minutes of processor time. The last columns are means over the last {LAST} steps, of the worst layer in each step, and of the loss "
-        "without the terms of the balance."
+        f"A decoder of 2 layers with 8 experts each, of which a token visits 2, on one thread in float32: "
+        f"{options.steps} steps of 32 sequences of 64 tokens, {seeds} seeds, balances {settings}. All runs took "
+        f"{minutes:.1f} minutes of processor time. The last columns are means over the last {LAST} steps, of the worst "
+        "layer in each step, and of the loss without the terms of the balance."
     )
 
 
@@ -150,8 +150,8 @@ def results(runs: Runs) -> str:
 def draw(runs: Runs) -> None:
     lines = []
     for colour, kind in enumerate(BALANCES):
-        of_kind = [run.worst for (name, _), run in runs.items() if name == kind]
-        means = [fmean(values) for values in zip(*of_kind, strict=True)]
+        ratios = [run.worst for (name, _), run in runs.items() if name == kind]
+        means = [fmean(values) for values in zip(*ratios, strict=True)]
         lines.append(Line(kind, windowed(means, WINDOW), colour))
     save_line_plot(
         PLOT,
