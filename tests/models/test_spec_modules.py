@@ -66,7 +66,7 @@ def check_parameters(model: Any) -> None:
     assert sorted((p.name, p.shape) for parameters in repetitions for p in parameters) == shapes
 
 
-@pytest.mark.parametrize("job", sorted(set(builtin_jobs()) - {"mixtral-8x7b", "deepseek-v3"}))
+@pytest.mark.parametrize("job", builtin_jobs())
 def test_parameters_of_built_in_jobs_are_those_of_the_module(job: str) -> None:
     check_parameters(motet.load_job(job).model)
 

@@ -21,6 +21,7 @@ from motet.train.balance import expert_balance, terms
 from motet.train.balance.expert_balance import ExpertBalance, ExpertLoads
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
+from motet.train.launch.preflight import check_job
 from ranks import Ranks
 from train.mixture_runs import (
     CORRECTIONS,
@@ -382,6 +383,16 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         del FAMILIES["llama"]
     with pytest.raises(InputError, match=r"set model.arguments.router_jitter_noise = 0"):  # Also without a balance
         train_mixture(ALONE, job_of_family(tmp_path, "mixtral", "", router_jitter_noise=0.1), 1)
+
+
+@pytest.mark.parametrize("family", ["motet", "mixtral"])
+def test_workers_of_servers_are_refused_before_ranks_start(tmp_path: Path, family: str) -> None:
+    job = job_of_family(tmp_path, family, ROW, "layout.data=parameter_server")
+    with pytest.raises(InputError, match=r"loads of experts are sums over the ranks that take a step together"):
+        check_job(job, 3)
+    collectives = ("layout.data=parameter_server", "layout.server.transport=collectives")
+    check_job(job_of_family(tmp_path, family, ROW, *collectives), 2)
+    check_job(job_of_family(tmp_path, "mixtral", "", "layout.data=parameter_server"), 3)
 
 
 def test_nothing_is_counted_without_a_section(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ class LatentAttentionSettings(FrozenSettings):
     query_rank: Annotated[int, Field(ge=1)] | None = None
     """The length of the vector from which queries come; they come from the hidden state when not given."""
     key_value_rank: Annotated[int, Field(ge=1)]
-    rotary_head_dim: Annotated[int, Field(ge=1)]
+    rotary_head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     """Components of each query head and of the key that all heads share, which are rotated."""
     plain_head_dim: Annotated[int, Field(ge=1)]
     value_head_dim: Annotated[int, Field(ge=1)]

@@ -22,10 +22,8 @@ from motet.models.spec.layer_specs import (
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.context_parallel.attention_tiles import TILE_ELEMENTS, PlaceVisibility, TileLimits
 from motet.parallel.context_parallel.context_bytes import ring_spans
-from motet.parallel.context_parallel.context_partition import ContextPartition
+from motet.parallel.context_parallel.context_partition import ContextParallelKind, ContextPartition, count_tokens
 from motet.parallel.context_parallel.head_split import HeadSplit
-from motet.parallel.context_parallel.ring_schedule import count_tokens
-from motet.parallel.layout import ContextParallelKind
 from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.step_plan.plan import StepPlan
 
@@ -171,8 +169,8 @@ def shared_rows(plan: StepPlan, rank: int, shape: MicroBatchShape, *, dtype: str
     """The part of a rank of micro-batches of complete rows of this shape; None where each rank has complete rows."""
     if plan.dims.size(CONTEXT_DIMENSION) == 1:
         return None
-    index, partition = plan.dims.coordinates(rank)[CONTEXT_DIMENSION], plan.context_partition(shape.length)
-    return SharedRows(partition, index, plan.context_kind, plan.head_ranks, shape, dtype)
+    index, partition = plan.dims.coordinates(rank)[CONTEXT_DIMENSION], plan.context.partition(shape.length)
+    return SharedRows(partition, index, plan.context.kind, plan.context.head_ranks, shape, dtype)
 
 
 def spec_on_context_rank(spec: ModelSpec, shared: SharedRows) -> ModelSpec:
