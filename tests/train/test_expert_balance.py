@@ -389,10 +389,10 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
 def test_workers_of_servers_are_refused_before_ranks_start(tmp_path: Path, family: str) -> None:
     job = job_of_family(tmp_path, family, ROW, "layout.data=parameter_server")
     with pytest.raises(InputError, match=r"loads of experts are sums over the ranks that take a step together"):
-        check_job(job, 3)
+        check_job(job, 4)
     collectives = ("layout.data=parameter_server", "layout.server.transport=collectives")
     check_job(job_of_family(tmp_path, family, ROW, *collectives), 2)
-    check_job(job_of_family(tmp_path, "mixtral", "", "layout.data=parameter_server"), 3)
+    check_job(job_of_family(tmp_path, "mixtral", "", "layout.data=parameter_server"), 4)
 
 
 def test_nothing_is_counted_without_a_section(tmp_path: Path) -> None:
