@@ -4,7 +4,7 @@ Both communicate keys again in backward, and return the gradients of keys to the
 travel in the dtype of keys, and each rank adds its part in float32 or float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -125,14 +125,12 @@ class RingKeys:
             if count_tokens(block.spans):
                 passing.add(_PassingGradients(compute(block), block.spans))
             messages.wait()
-            for target, addends in ((passing, arriving), (total, home)):
-                for addend in addends:
-                    target.add(addend)
-            sent = passing.packed.to(local.packed.dtype)
-            messages, arriving, home = self._send_gradients(hop, sent, local)
+            passing.add_all(arriving)
+            total.add_all(home)
+            # No name for what is sent, so that it lives only while it travels
+            messages, arriving, home = self._send_gradients(hop, passing.packed.to(local.packed.dtype), local)
         messages.wait()
-        for addend in home:
-            total.add(addend)
+        total.add_all(home)
         return total.packed
 
     def _hops(self, local: KeyBlock, direction: Direction) -> Iterator[tuple[int, KeyBlock, Callable[[], None]]]:
@@ -195,6 +193,11 @@ class _PassingGradients:
 
     packed: Tensor
     spans: Spans
+
+    def add_all(self, others: "Iterable[_PassingGradients]") -> None:
+        """Add the gradients of several parts. None of them has a name when this returns, and so stays in memory."""
+        for other in others:
+            self.add(other)
 
     def add(self, other: "_PassingGradients") -> None:
         """Add the gradients of the tokens that both have."""
