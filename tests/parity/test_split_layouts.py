@@ -17,6 +17,7 @@ LIMITED = (
 SHORT_VECTORS = (
     "model.latent_attention={query_rank=24, key_value_rank=16, rotary_head_dim=4, plain_head_dim=8, value_head_dim=6}",
     "model.kv_heads=4",
+    "model.dropout=0.1",
 )
 MODELS = {
     "decoder": ("decoder", UNEVEN),

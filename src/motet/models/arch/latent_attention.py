@@ -49,16 +49,16 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor, *, cache: LayerCache | None = None) -> Tensor:
         """[R, T, H] -> [R, T, H]; `rotary` are the rotations of the tokens."""
         s = self.latent
-        # Products that ranks split come after those that all ranks compute
+        # Products that all ranks compute come before the split ones
         short, rotated = self.key_value_down(x).split((s.key_value_rank, s.rotary_head_dim), dim=-1)
         short_query = None if s.query_rank is None else self.query_norm(self.query_down(x))
+        shared = apply_rotary(self.shared_key(rotated).unsqueeze(2), rotary)
         keys_values = self.key_value_up(self.key_value_norm(short))
         queries = self.query(x) if short_query is None else self.query_up(short_query)
         q = apply_rotary(queries.unflatten(-1, (-1, self.key_dim)), rotary)
         plain, v = keys_values.unflatten(-1, (-1, s.plain_head_dim + s.value_head_dim)).split(
             (s.plain_head_dim, s.value_head_dim), dim=-1
         )
-        shared = apply_rotary(self.shared_key(rotated).unsqueeze(2), rotary)
         k = torch.cat((shared.expand(-1, -1, plain.shape[2], -1), plain), dim=-1)
         if cache is not None:
             k, v = cache.extend(k, v)

@@ -126,7 +126,7 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
 def _activations(module: nn.Module, region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
     """The splits of the outputs of a region's layers on its ranks."""
     for layer in (layer for group in region.columns for layer in group):
-        yield ActivationSplit(layer, "output", splits_of_output(module, region, layer, calls[layer]))
+        yield ActivationSplit(layer, "output", splits_of_output(module, region, layer, call=calls[layer]))
     yield from (ActivationSplit(row, "output") for row in region.rows)
 
 

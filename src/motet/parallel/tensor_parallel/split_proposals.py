@@ -331,15 +331,30 @@ def propose_splits(facts: RegionFacts, problems: list[str]) -> Iterator[SplitPro
     inner = facts.layers[facts.region.rows[0]].in_width
     for unit in (*head_sizes(facts.observed, facts.region), 1):
         is_alone = unit > 1 and len(columns) == 1  # Then one product has queries, keys and values
-        for parts in product(*(_fused_parts(layer.out_width, inner, unit, has_keys=is_alone) for layer in columns)):
+        by_layer = product(*(_fused_parts(layer.out_width, inner, unit, has_keys=is_alone) for layer in columns))
+        for index, parts in enumerate(by_layer):
             splits = {layer.name: split_of(-1, each, unit=unit) for layer, each in zip(columns, parts, strict=True)}
-            try:
-                local = _LocalSizes(inner, [(c.out_width, splits[c.name]) for c in columns], facts.degree)
-            except InputError as error:
-                units = "heads of {unit} elements" if unit > 1 else "elements"
-                problems.append(str(error).replace(f"units of {unit} elements", units.format(unit=unit)))
-                continue
-            yield from _with_attributes(facts, splits, local)
+            yield from _with_columns(facts, splits, unit, problems=problems)
+            widths = [layer.out_width for layer in columns]
+            if index == 0 and len(columns) > 1 and not any(width % (inner // unit) for width in widths):
+                # As many heads in each layer, of different sizes, such as those of latent attention
+                sizes = {layer.name: split_of(-1, unit=layer.out_width * unit // inner) for layer in columns}
+                yield from islice(_with_columns(facts, sizes, unit, problems=[]), 1)
+
+
+def _with_columns(
+    facts: RegionFacts, columns: Mapping[str, DimensionSplit], unit: int, *, problems: list[str]
+) -> Iterator[SplitProposal]:
+    """Ways to split a region whose column layers are split in this way, and whose row layers read heads of `unit`."""
+    inner = facts.layers[facts.region.rows[0]].in_width
+    widths = [(facts.layers[name].out_width, split) for name, split in columns.items()]
+    try:
+        local = _LocalSizes(inner, widths, facts.degree, unit=unit)
+    except InputError as error:
+        units = "heads of {unit} elements" if unit > 1 else "elements"
+        problems.append(str(error).replace(f"units of {unit} elements", units.format(unit=unit)))
+        return
+    yield from _with_attributes(facts, columns, local)
 
 
 def _fused_parts(width: int, inner: int, unit: int, *, has_keys: bool) -> list[tuple[int, ...]]:
@@ -360,8 +375,8 @@ def split_of(dim: int, parts: tuple[int, ...] = (), *, unit: int = 1) -> Dimensi
 class _LocalSizes:
     """Widths and numbers of heads in a region, each with its value on a rank; raises InputError if there is none."""
 
-    def __init__(self, inner: int, columns: Sequence[tuple[int, DimensionSplit]], degree: int) -> None:
-        self.degree, self.unit = degree, columns[0][1].unit
+    def __init__(self, inner: int, columns: Sequence[tuple[int, DimensionSplit]], degree: int, *, unit: int) -> None:
+        self.degree, self.unit = degree, unit
         self.values: dict[int, int] = {}
         self.splits: dict[int, DimensionSplit] = {}  # Split of a dimension by its length
         self._add(inner, split_of(0, unit=self.unit), can_be_shared=False)
@@ -517,7 +532,7 @@ def declared_copies(module: nn.Module) -> list[str]:
 
 
 def splits_of_output(
-    module: nn.Module, region: SplitRegion, layer: str, call: ModuleCall
+    module: nn.Module, region: SplitRegion, layer: str, *, call: ModuleCall
 ) -> tuple[DimensionSplit, ...]:
     """The splits of the output of a layer of a region; a reader without a weight returns all of it on every rank."""
     if (rule := region.rules.get(name := f"{layer}.weight")) is None:

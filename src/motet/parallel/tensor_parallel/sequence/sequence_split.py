@@ -373,7 +373,7 @@ class BlockStream:
             # Where rows and tokens are one dimension, ranks gather them in another order.
             inside = [columns for columns in region.columns if self._opening(columns).dim != 0]
             for layer in (layer for columns in inside for layer in columns):
-                outputs[layer] = splits_of_output(self.module, region, layer, self.calls[layer][0])
+                outputs[layer] = splits_of_output(self.module, region, layer, call=self.calls[layer][0])
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
         return [*entries, *(ActivationSplit(module, "output", splits) for module, splits in outputs.items())]
 
