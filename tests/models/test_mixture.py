@@ -264,7 +264,7 @@ def test_recomputation_has_the_same_bits_and_selective_repeats_no_product(values
 
 @pytest.mark.parametrize("values", DECODERS, ids=["capacity", "latent attention"])
 def test_the_cache_gives_the_logits_of_complete_rows(values: dict[str, Any]) -> None:
-    """In evaluation, where no assignment is dropped."""
+    """Evaluation drops no assignment."""
     model = built(DecoderSettings.model_validate({**SIZES, **values}), dtype=torch.float64)
     module, tokens, cache = model.module.eval(), torch.arange(24).view(2, 12), KeyValueCache(12)
     assert model.next_logits is not None

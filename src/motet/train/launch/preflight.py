@@ -73,6 +73,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
         _check_server_count(job)
+        _check_server_experts(job)
     if not isinstance(job.model, UserModuleSettings):
         predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
@@ -93,6 +94,18 @@ def _check_server_count(job: Job) -> None:
         trained = inventory_of_spec(spec_from_settings(model)).trained
         sizes = {tensor.name: (tensor.optimizer_group, prod(tensor.shape)) for tensor in trained}
         slice_parameters(sizes, server.slice_numel(job.precision.resolved.compute), server.count)
+
+
+def _check_server_experts(job: Job) -> None:
+    """Refuse experts whose loads would be added over the workers of a step, where workers take steps by themselves."""
+    model = job.model
+    counts = model.experts if isinstance(model, DecoderSettings) else getattr(model, "balance", None)
+    check_input(
+        counts is None,
+        "layout.data = 'parameter_server': the loads of experts are sums over the ranks that take a step together, "
+        "which workers of servers do not; set layout.server.transport=collectives, or leave "
+        + ("[model.experts] out" if isinstance(model, DecoderSettings) else "[model.balance] out"),
+    )
 
 
 def check_model(job: Job) -> None:
