@@ -180,7 +180,7 @@ def settings_refused(_: RankGroup) -> list[str]:
 
 def test_settings_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     sentences = [
-        "layout.pp = 2 splits layers or blocks, and each split is proven by running the module; give parallelize",
+        "layout.pp = 2 splits layers, rows or blocks, and each split is proven by running the module; give parallelize",
         "layout.pp = 2: the last stage computes the loss; give parallelize a loss=...",
         "layout.pp: example=... has one row",
         "a batch of a pipeline is dict, in which no tensor",
