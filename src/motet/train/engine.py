@@ -3,8 +3,8 @@ A custom loop calls `parallelize`, then `step` or the parts of a step. Jobs use 
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
+from motet.parallel.context_parallel.gathered_rows import RowRanks, join_row_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
@@ -90,6 +91,7 @@ class TrainingEngine:
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     context: ContextRanks | None = None  # Ranks that share each row with this one
+    row_ranks: RowRanks | None = None  # Ranks from which limits of rows gather tokens
     balance: ExpertBalance | None = None  # The routers of a mixture of experts
     data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
@@ -120,9 +122,12 @@ class TrainingEngine:
         """A context for the forward and the backward of rows, in which the routers of a mixture count them."""
         return nullcontext() if self.balance is None else self.balance.rows(rows)
 
-    def attention_of(self, batch: Batch) -> AbstractContextManager[None]:
+    @contextmanager
+    def attention_of(self, batch: Batch) -> Iterator[None]:
         """A context for the forward and the backward of a batch, which may be a part of each row."""
-        return nullcontext() if self.context is None else self.context.attention_of(batch)
+        rows = self.row_ranks.rows_of(batch) if self.row_ranks else nullcontext()
+        with rows, self.context.attention_of(batch) if self.context else nullcontext():
+            yield
 
     def reports(self, metric: str) -> bool:
         """Whether the number of this rank is added to a sum over the ranks; others have the same number."""
@@ -164,7 +169,7 @@ class TrainingEngine:
         if self.context is None:
             return batch, nullcontext
         part = self.context.part_of(rows_of_batch(batch))
-        return tokens_at(batch, part.places), partial(self.context.attention_of, part)
+        return tokens_at(batch, part.places), partial(self.attention_of, part)
 
     def run_microbatches(
         self, microbatch_at: Callable[[int], MicroBatchWork], count: int, *, most: int = 0
@@ -424,7 +429,6 @@ def build_engine(
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)
-        context = join_context_ranks(layout, step_group, module)
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
@@ -452,7 +456,8 @@ def build_engine(
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
         pipeline=make_pipeline(module, plan, parameters, group=step_group),
-        context=context,
+        context=join_context_ranks(layout, step_group, module),
+        row_ranks=join_row_ranks(layout, step_group, module),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )

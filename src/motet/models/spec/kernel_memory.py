@@ -72,7 +72,8 @@ def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, spl
     rows, entries = shape.count(head.per), head.out_features
     logits: int = next(even_row_slices(rows, LOGITS_BLOCK_BYTES // (width * entries))).stop
     chunks = [*even_row_slices(logits, SOFTMAX_CHUNK_BYTES["cpu"] // (wide * entries))]
-    live_chunks = 1 if splits_vocabulary else min(len(chunks), 2)  # The chunk before is alive
+    # The chunk before is alive, and torch copies logits of a narrow dtype before their softmax
+    live_chunks = 1 if splits_vocabulary else min(len(chunks), 2) + (wide > width)
     features = shape.count("token") + (rows if head.per == "target" else 0)
     scaled = logits * head.in_features * width  # Bytes of rows times their weights
     return (

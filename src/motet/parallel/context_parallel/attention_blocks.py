@@ -103,6 +103,7 @@ class BlockwiseAttention:
                 gradients = self._backward(grad[where], tile_part, (k[keys], v[keys]), tile=tile, heads=heads)
                 for total, addend in zip((grad_q[where], grad_k[keys], grad_v[keys]), gradients, strict=True):
                     total.add_(addend)
+                del gradients, addend  # Freed before those of the next tile are there
         return packed
 
     # --- tiles -------------------------------------------------------------------------------------------

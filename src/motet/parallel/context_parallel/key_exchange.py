@@ -4,7 +4,7 @@ Both communicate keys again in backward, and return the gradients of keys to the
 travel in the dtype of keys, and each rank adds its part in float32 or float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -66,17 +66,23 @@ class GatheredKeys:
         return total[: len(local.packed)]
 
     def _gather(self, local: KeyBlock, direction: Direction) -> KeyBlock:
-        packed, ranks = local.packed, self.group.world
-        padded = packed.new_zeros(self.partition.longest, *packed.shape[1:])
-        padded[: len(packed)] = packed
-        parts = padded.new_empty(ranks, *padded.shape)
-        count_sent(direction, (ranks - 1) * padded.numel(), padded.itemsize)
-        all_gather(parts, padded, self.group)
-        rows = packed.new_empty(self.partition.tokens, *packed.shape[1:])
-        for rank, part in enumerate(parts):
-            for here, place in shared_slices(self.partition.spans(rank), ((0, self.partition.tokens),)):
-                rows[place] = part[here]
+        packed = local.packed
+        count_sent(direction, (self.group.world - 1) * self.partition.longest * packed[0].numel(), packed.itemsize)
+        rows = gather_tokens(packed, self.partition, self.group)
         return KeyBlock(rows, ((0, self.partition.tokens),), local.key_dim)
+
+
+def gather_tokens(part: Tensor, partition: ContextPartition, group: RankGroup) -> Tensor:
+    """[t, ...] of this rank's tokens of a row -> [T, ...] of all tokens, in the order of the row."""
+    padded = part.new_zeros(partition.longest, *part.shape[1:])
+    padded[: len(part)] = part
+    parts = padded.new_empty(group.world, *padded.shape)
+    all_gather(parts, padded, group)
+    rows = part.new_empty(partition.tokens, *part.shape[1:])
+    for rank, gathered in enumerate(parts):
+        for here, place in shared_slices(partition.spans(rank), ((0, partition.tokens),)):
+            rows[place] = gathered[here]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -119,14 +125,12 @@ class RingKeys:
             if count_tokens(block.spans):
                 passing.add(_PassingGradients(compute(block), block.spans))
             messages.wait()
-            for target, addends in ((passing, arriving), (total, home)):
-                for addend in addends:
-                    target.add(addend)
-            sent = passing.packed.to(local.packed.dtype)
-            messages, arriving, home = self._send_gradients(hop, sent, local)
+            passing.add_all(arriving)
+            total.add_all(home)
+            # No name for what is sent, so that it lives only while it travels
+            messages, arriving, home = self._send_gradients(hop, passing.packed.to(local.packed.dtype), local)
         messages.wait()
-        for addend in home:
-            total.add(addend)
+        total.add_all(home)
         return total.packed
 
     def _hops(self, local: KeyBlock, direction: Direction) -> Iterator[tuple[int, KeyBlock, Callable[[], None]]]:
@@ -189,6 +193,11 @@ class _PassingGradients:
 
     packed: Tensor
     spans: Spans
+
+    def add_all(self, others: "Iterable[_PassingGradients]") -> None:
+        """Add the gradients of several parts. None of them has a name when this returns, and so stays in memory."""
+        for other in others:
+            self.add(other)
 
     def add(self, other: "_PassingGradients") -> None:
         """Add the gradients of the tokens that both have."""
