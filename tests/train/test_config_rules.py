@@ -131,12 +131,17 @@ LATENT = "model.latent_attention={key_value_rank=8, rotary_head_dim=8, plain_hea
         ([MIXTURE % ", drop='last'"], r"drop = 'last' needs model\.experts\.capacity"),
         (["model.balance.kind=row"], r"model\.balance balances the load of experts"),
         (["model.balance.z_weight=1e-3"], r"model\.balance balances the load of experts"),
-        ([LATENT, "model.kv_heads=2"], r"model\.kv_heads = 2 does not fit model\.latent_attention"),
-        ([LATENT, "model.kv_heads=8", "model.positions=learned"], r"model\.positions = 'learned' does not fit"),
     ],
 )
-def test_settings_of_mixtures_and_latent_attention_that_do_not_fit(overrides: list[str], problem: str) -> None:
+def test_settings_of_mixtures_that_do_not_fit(overrides: list[str], problem: str) -> None:
     refused(problem, load_job, "tiny", overrides)
+
+
+@pytest.mark.parametrize("setting", ["kv_heads=2", "positions='learned'", "rotary_fraction=0.5"])
+def test_latent_attention_with_what_it_does_not_have_is_for_planning(setting: str) -> None:
+    job = load_job("tiny", [LATENT, "model.kv_heads=8", f"model.{setting}"])
+    name, _, value = setting.partition("=")
+    refused(rf"model\.{name} = {value} does not fit model\.latent_attention", check_job, job, 2)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ class TrainingEngine:
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
             )
-        broadcast_buffers(self.module, self.module_part_group)
+        broadcast_buffers(self.module, self.module_part_group, with_loads=False)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
         scaler = self.optimizer.loss_scaler
         self.backward_scale = scaler.backward_scale if scaler else 1.0

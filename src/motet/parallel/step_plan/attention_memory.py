@@ -125,10 +125,11 @@ class _AttentionOfRank:
         """Queries and keys that are computed together."""
         schedule, is_gathered = self._schedule, self.shared.kind == "all-gather"
         keys = [(0, self.shared.partition.tokens)] if is_gathered else [*chain(*schedule.spans_by_rank)]
+        pairs = [*product(schedule.spans_by_rank[self._index], keys)]
         if self._limits_all:
-            longest = max(stop - first for first, stop in keys)
+            seen = (schedule.visible.seen(*pair) for pair in pairs)
+            longest = max(stop - first for first, stop in seen)
             return min(self._limits.edge, self._queries[1]), min(self._limits.edge, longest)
-        pairs = product(schedule.spans_by_rank[self._index], keys)
         tiles = [tile for pair in pairs for tile in schedule.visible.tiles(*pair, self._limits)]
         return self._queries[1], max(tile.keys[1] - tile.keys[0] for tile in tiles)
 

@@ -204,7 +204,8 @@ def _frozen_rows(plan: StepPlan, rank: int) -> dict[str, tuple[int, int, ShardsB
     return rows
 
 
-CopyKind = Literal["parameters", "gradients", "states"]  # States: masters and moments
+# States are masters and moments; loads are those of experts after the update, and what follows from them.
+CopyKind = Literal["parameters", "gradients", "states", "loads"]
 
 
 class IdenticalCopies(NamedTuple):
