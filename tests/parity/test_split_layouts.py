@@ -49,11 +49,11 @@ CASES = [
     ("layers that stay whole", "tp=4"),
     ("llama", "tp=4 sp=true"),
 ]
-# Outputs of which nothing says how they lie: those of modules without a weight between split layers, and the second
-# output of a router.
+# Outputs of which nothing says how they lie: those of modules without a weight between split layers, the second output
+# of a router, and a key whose gradients on ranks are summands.
 BETWEEN = (
     r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
-    r".*(gate|router)\[1\]|transform|transform_norm|whole model.*)$"
+    r".*((gate|router)\[1\]|shared_key)|transform|transform_norm|whole model.*)$"
 )
 
 

@@ -24,9 +24,12 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.part_proof import Forward
 from motet.parallel.proof.proof_values import random_values
-from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
+from motet.parallel.tensor_parallel.sequence.sequence_split import (
+    SequenceSplit,
+    prove_sequence_split,
+    splits_of_outputs,
+)
 from motet.parallel.tensor_parallel.split_proof import prove_splits
-from motet.parallel.tensor_parallel.split_proposals import splits_of_output
 from motet.parallel.tensor_parallel.split_regions import RULE_OF_JOB, LayerSplit, SplitRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
 
@@ -125,8 +128,9 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
 
 def _activations(module: nn.Module, region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
     """The splits of the outputs of a region's layers on its ranks."""
-    for layer in (layer for group in region.columns for layer in group):
-        yield ActivationSplit(layer, "output", splits_of_output(module, region, layer, call=calls[layer]))
+    layers = [layer for group in region.columns for layer in group]
+    for layer, splits in splits_of_outputs(module, region, layers, calls=calls):
+        yield ActivationSplit(layer, "output", splits)
     yield from (ActivationSplit(row, "output") for row in region.rows)
 
 

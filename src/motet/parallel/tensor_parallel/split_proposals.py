@@ -23,9 +23,9 @@ from motet.core.errors import InputError, check_input
 from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.model_sharding import TENSOR_DIMENSION, DimensionSplit, InputWidth
 from motet.parallel.proof.comparison import SourceLine, is_close
-from motet.parallel.proof.module_calls import Arguments, CallObserver, ModuleCall
+from motet.parallel.proof.module_calls import Arguments, CallObserver
 from motet.parallel.proof.part_proof import Forward, PartProposal
-from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute, SplitRegion, region_comms
+from motet.parallel.tensor_parallel.split_regions import LayerSplit, LocalAttribute, region_comms
 
 
 @dataclass(frozen=True)
@@ -529,16 +529,6 @@ def declared_copies(module: nn.Module) -> list[str]:
     """The modules that `tensor_parallel_plan` of another module declares as readers of a whole tensor."""
     plans = ((path, getattr(part, "tensor_parallel_plan", None) or {}) for path, part in module.named_modules())
     return [f"{path}.{name}".lstrip(".") for path, plan in plans for name, role in plan.items() if role == "copy"]
-
-
-def splits_of_output(
-    module: nn.Module, region: SplitRegion, layer: str, *, call: ModuleCall
-) -> tuple[DimensionSplit, ...]:
-    """The splits of the output of a layer of a region; a reader without a weight returns all of it on every rank."""
-    if (rule := region.rules.get(name := f"{layer}.weight")) is None:
-        return ()
-    dim, shape = call.output.ndim - 1, module.get_parameter(name).shape
-    return tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
 
 
 def split_row_input(module: nn.Module, layer: LinearLayer) -> SplitProposal:

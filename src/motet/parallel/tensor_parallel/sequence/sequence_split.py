@@ -14,7 +14,7 @@ that it computes are compared with that record. So ranks are proven one after an
 The residual stream of one list of blocks, and the communication with which ranks split it along tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from motet.parallel.proof.comparison import ProofMismatchError, is_close
 from motet.parallel.proof.module_calls import Arguments, ModuleCall, output_items, record_calls, tensors_by_path
 from motet.parallel.proof.part_proof import BEFORE, PartProof, PartProposal, PartRun
 from motet.parallel.proof.proof_values import random_values
-from motet.parallel.tensor_parallel.split_proposals import is_inside, splits_of_output
+from motet.parallel.tensor_parallel.split_proposals import is_inside
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits, SplitRegion, WholeRegion
 
 
@@ -372,8 +372,8 @@ class BlockStream:
         for region in self.regions:
             # Where rows and tokens are one dimension, ranks gather them in another order.
             inside = [columns for columns in region.columns if self._opening(columns).dim != 0]
-            for layer in (layer for columns in inside for layer in columns):
-                outputs[layer] = splits_of_output(self.module, region, layer, call=self.calls[layer][0])
+            layers, first = [layer for columns in inside for layer in columns], {n: c[0] for n, c in self.calls.items()}
+            outputs |= dict(splits_of_outputs(self.module, region, layers, calls=first))
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
         return [*entries, *(ActivationSplit(module, "output", splits) for module, splits in outputs.items())]
 
@@ -397,6 +397,16 @@ class BlockStream:
                 name = f"{after[0]}.weight"
                 split = region.rules[name].splits[0]
                 yield self._opening(columns).module, (self.module.get_parameter(name).shape[split.dim], split)
+
+
+def splits_of_outputs(
+    module: nn.Module, region: SplitRegion, readers: Iterable[str], *, calls: Mapping[str, ModuleCall]
+) -> Iterator[tuple[str, tuple[DimensionSplit, ...]]]:
+    """The splits of the outputs of column layers of a region. Readers without a weight have summands of gradients."""
+    for layer in readers:
+        if rule := region.rules.get(name := f"{layer}.weight"):
+            dim, shape = calls[layer].output.ndim - 1, module.get_parameter(name).shape
+            yield layer, tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
 
 
 def _layers(region: SplitRegion) -> list[str]:
