@@ -33,6 +33,7 @@ OWNERS = {
         "parallel/context_parallel/context_step.py",  # of ranks that share rows
         "parallel/process/process_group.py",
         "parallel/tensor_parallel/sharded_module.py",  # of ranks that split layers
+        "train/balance/expert_balance.py",  # of ranks that have parts of the same rows
         "train/engine.py",  # of `module_part_groups`
         "train/pipeline/pipeline_step.py",  # of `pipeline_groups`, and of stages that share parameters
     },

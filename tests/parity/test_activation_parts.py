@@ -8,7 +8,7 @@ from torch import Tensor
 
 from motet.parallel.model_sharding import ActivationSplit, BoundaryComm, DimensionSplit, ModelSharding
 from motet.parallel.parallel_dims import ParallelDims
-from motet.parity.record.activation_parts import ActivationParts, cut_part, put_part
+from motet.parity.record.activation_parts import ActivationParts, TokenParts, cut_part, put_part
 from motet.parity.record.tensor_recorder import MAX_ROW_NUMEL, TensorRecorder
 
 EVEN, FUSED = DimensionSplit(-1, "tp"), DimensionSplit(2, "tp", parts=(8, 4, 4), unit=2)
@@ -58,6 +58,20 @@ def test_entries_hold_for_modules_inside_and_unknown_ones_in_a_region_are_known_
     assert splits_of("b.attn[2]", *entries) is None and splits_of("b[1]", *entries) is None
     entry = ActivationSplit("[logits]", "output", (UNEVEN,))
     assert splits_of("whole model[logits]", entry) == (UNEVEN,) and splits_of("model[logits]", entry) == ()
+
+
+@pytest.mark.parametrize(("cp", "places"), [(1, [[0, 1, 2, 3], [4, 5, 6, 7]]), (2, [[0, 1], [6, 7], [2, 3], [4, 5]])])
+def test_tokens_of_several_rows_in_one_dimension(cp: int, places: list[list[int]]) -> None:
+    """The input of experts has the tokens of all rows one after another, and a rank has some of each row. With `cp`
+    the first of two ranks has the tokens 0, 1, 6, 7 of a row, of which tensor parallelism gives it 0 and 1."""
+    dims = ParallelDims((("dp", 1), ("cp", cp), ("tp", 2)))
+    tokens = TokenParts(dims, "head-tail", 8) if cp > 1 else None
+    split = ModelSharding({}, COMMS, activations=(ActivationSplit("b", "input", (TOKENS,)),))
+    lies, whole = ActivationParts(split, dims, tokens=tokens), torch.arange(24.0).view(24, 1).expand(24, 5)
+    for rank, here in enumerate(places):
+        own = whole[[8 * row + place for row in range(3) for place in here]]
+        spec = lies.local_spec("b.experts", rank, tuple(own.shape), rows=3)
+        assert spec is not None and torch.equal(cut_part(whole, spec), own)
 
 
 def test_a_split_of_size_one_splits_nothing() -> None:

@@ -9,6 +9,7 @@ from parity.run_planted import reference, verified
 from ranks import Ranks
 
 UNEVEN = ("model.vocab_size=261", "model.ffn_hidden=51", "model.dropout=0.1")
+MIXTURES = ("mixtral", "deepseek_v3")
 MODELS = {
     "decoder": ("decoder", UNEVEN),
     "GPT-2-like": ("decoder", (*GPT2_LIKE, "model.dropout=0.1")),
@@ -16,6 +17,7 @@ MODELS = {
     "head in a module": ("bert of transformers", ("data.objective=masked",)),
     "layers that stay whole": ("decoder", ("layout.require_split=0.3",)),  # 51 features over four ranks
     **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters")},
+    **{name: (name, ()) for name in MIXTURES},
 }
 STAGES = ("tp=2 zero=0", "tp=2 dp=2 zero=1", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3 microbatches=2")
 LAYOUTS = [f"{stage}{sequence}" for sequence in ("", " sp=true") for stage in STAGES]
@@ -23,13 +25,16 @@ QUICK = "decoder", "tp=2 zero=0 sp=true"
 CASES = [
     QUICK,
     ("head in a module", "tp=2 zero=0"),
-    *((model, layout) for model in MODELS if model != "layers that stay whole" for layout in LAYOUTS),
+    *((model, layout) for model in MODELS if model not in ("layers that stay whole", *MIXTURES) for layout in LAYOUTS),
+    *((model, f"{split} sp=true zero=0") for model in MIXTURES for split in ("tp=2", "tp=2 cp=2")),
+    *((model, "cp=2 zero=0") for model in ("llama", "gpt2", "qwen2", *MIXTURES)),
     ("layers that stay whole", "tp=4"),
     ("llama", "tp=4 sp=true"),
 ]
-# Outputs of which nothing says how they lie: those of modules without a weight between split layers.
+# Outputs of which nothing says how they lie: those of modules without a weight between split layers, and the second
+# output of a router.
 BETWEEN = (
-    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
+    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\]|gate\[1\])( \(call \d\))?|"
     r"transform|transform_norm|whole model.*)$"
 )
 

@@ -6,7 +6,6 @@ activation function does. Here such a result is copied before it is changed.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from motet.core.errors import InputError
 from motet.memory.tiers.offloaded_activations import SavedTensor
 from motet.memory.torch_private import SCALED_PRODUCT, detach_with_version, version
+from motet.models.kept_results import results_in_use
 from motet.models.torch_private import TorchDispatchMode, storage_key, tree_leaves, written_arguments
 
 # Products of matrices, which in a transformer are those with weights; the products of attention are batched.
@@ -83,16 +83,13 @@ class KeptProducts:
                 self._kept[index], self._versions[index] = copy, version(copy)
 
 
-_current: ContextVar[KeptProducts | None] = ContextVar("kept products", default=None)
-
-
 @contextmanager
 def _in_use(kept: KeptProducts) -> Iterator[None]:
-    token = _current.set(kept)
+    token = results_in_use.set(kept)
     try:
         yield
     finally:
-        _current.reset(token)
+        results_in_use.reset(token)
 
 
 class _Reusable:
@@ -130,21 +127,3 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func.namespace == "c10d":  # Their schemas do not mark the tensors that they write to
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return written_arguments(func, args, kwargs) if func._schema.is_mutable else []
-
-
-def is_result_pending() -> bool:
-    """Whether `keep_result` runs, so that only its result is kept."""
-    products = _current.get()
-    return products is not None and products.is_paused
-
-
-def keep_result(compute: Callable[[], Tensor]) -> Tensor:
-    """A product with the operations on it, such as a sum over ranks: selective recomputation repeats neither."""
-    products = _current.get()
-    if products is None or products.is_paused:
-        return compute()
-    products.is_paused = True
-    try:
-        return products.product(compute)
-    finally:
-        products.is_paused = False

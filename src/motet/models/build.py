@@ -43,7 +43,6 @@ from motet.models.settings import (
     ModelSettings,
     TransformerSettings,
     UserModuleSettings,
-    check_can_be_trained,
 )
 from motet.models.user_module import (
     DataRequirements,
@@ -96,7 +95,6 @@ def build_module(
 ) -> nn.Module:
     """The module with arbitrary values, on torch's current default device and dtype. With `on_meta`, a user's
     parameters may be without memory, and weights are not loaded."""
-    check_can_be_trained(settings)
     if checkpoint := checkpoint or _open_hf_checkpoint(settings):
         return hf_model.build_hf_model(checkpoint, load_weights=not on_meta)
     if isinstance(settings, UserModuleSettings):
@@ -128,6 +126,7 @@ def build_trainable_model(
         module.to_empty(device=device)
         for name, parameter in module.named_parameters():
             parameter.data.copy_(values.open(name)(whole_box(shapes[name])))
+    _zero_buffers(module, device)
     return TrainableModel(
         module=module,
         loss_sum=_transformer_loss(module, settings),
@@ -140,6 +139,13 @@ def build_trainable_model(
         next_logits=module.next_logits if isinstance(module, CausalDecoder) else None,
         initial_values=values if on_meta else None,
     )
+
+
+def _zero_buffers(module: nn.Module, device: torch.device) -> None:
+    """Give memory to the buffers of a module of motet; all of them are 0 at first."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, torch.zeros_like(buffer, device=device))
 
 
 def _own_values(settings: TransformerSettings, seed: int, shapes: Mapping[str, Shape]) -> ParameterValues:

@@ -72,14 +72,33 @@ class RopeScalingSettings(FrozenSettings):
 
 
 class MixtureOfExpertsSettings(FrozenSettings):
-    """Mixture of experts in place of the feed-forward network (for planning: training it comes later)."""
+    """Mixture of experts in place of the feed-forward network: each token visits a few of the experts."""
 
     count: Annotated[int, Field(ge=1)]
     per_token: Annotated[int, Field(ge=1)]
     hidden: Annotated[int, Field(ge=1)]
+    """The inner width of an expert."""
     shared: Annotated[int, Field(ge=0)] = 0
+    """Experts that all tokens visit; they are one wider feed-forward network."""
     first_dense_layers: Annotated[int, Field(ge=0)] = 0
     """The first layers keep a plain feed-forward network."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """The function that makes the scores of a token from its logits; the experts with the highest scores are chosen."""
+    normalize_weights: bool = True
+    """Divide the scores of the chosen experts of a token by their sum; these are the weights of their outputs."""
+    weight_scale: Annotated[float, Field(gt=0)] = 1.0
+    """A factor of all weights."""
+    groups: Annotated[int, Field(ge=1)] = 1
+    """Groups of neighbouring experts: a token visits experts of a few groups, those with the highest sums of their two
+    best scores."""
+    groups_per_token: Annotated[int, Field(ge=1)] | None = None
+    """Groups whose experts a token may visit; all of them when not given."""
+    capacity: Annotated[float, Field(gt=0)] | None = None
+    """In training, an expert takes at most this factor times its even share of the assignments of each row; no limit
+    when not given."""
+    drop: Literal["last", "lowest"] | None = None
+    """The assignments beyond the capacity that are dropped: those of the last tokens of the row, or those with the
+    lowest weights."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> "MixtureOfExpertsSettings":
@@ -89,13 +108,68 @@ class MixtureOfExpertsSettings(FrozenSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_fit(self) -> "MixtureOfExpertsSettings":
+        groups, chosen, size = self.groups, self.groups_per_token, self.count // self.groups
+        if self.count % groups or (groups > 1 and size < 2):
+            raise ValueError(
+                f"model.experts.groups = {groups} does not divide model.experts.count = {self.count} into groups of at "
+                "least two experts; choose a divisor"
+            )
+        if chosen is not None and chosen > groups:
+            raise ValueError(f"model.experts.groups_per_token = {chosen} is more than model.experts.groups = {groups}")
+        if chosen is not None and self.per_token > chosen * size:
+            raise ValueError(
+                f"model.experts.per_token = {self.per_token} is more than the {chosen * size} experts that "
+                f"model.experts.groups_per_token = {chosen} groups of {size} leave; choose more groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drop_needs_capacity(self) -> "MixtureOfExpertsSettings":
+        if self.capacity is not None and self.drop is None:
+            raise ValueError(
+                f"model.experts.capacity = {self.capacity} drops assignments; set model.experts.drop to 'last' "
+                "(tokens of the row) or 'lowest' (weights)"
+            )
+        if self.drop is not None and self.capacity is None:
+            raise ValueError(f"model.experts.drop = {self.drop!r} needs model.experts.capacity, a factor such as 1.25")
+        return self
+
+
+class BalanceSettings(FrozenSettings):
+    """Even loads of the experts of a mixture. No number of it depends on ranks or micro-batches."""
+
+    kind: Literal["none", "row", "bias"] = "none"
+    """`row`: a term of the loss for each row. `bias`: a correction of each expert's score that counts for the choice
+    alone, and moves after each step."""
+    weight: Annotated[float, Field(ge=0)] | None = None
+    """The factor of the term of each row; when not given, 0.01 with `row` and 0 otherwise."""
+    speed: Annotated[float, Field(gt=0)] = 0.001
+    """The change of a correction in one step, with `bias`."""
+    z_weight: Annotated[float, Field(ge=0)] = 0.0
+    """The factor of the mean square of the log of the sum of exponentials of a token's logits."""
+
+    @property
+    def row_weight(self) -> float:
+        """The factor of the term of each row."""
+        default = 0.01 if self.kind == "row" else 0.0
+        return default if self.weight is None else self.weight
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it changes the training of a mixture of experts."""
+        return self.kind != "none" or self.row_weight > 0 or self.z_weight > 0
+
 
 class LatentAttentionSettings(FrozenSettings):
-    """DeepSeek's multi-head latent attention (for planning: training it comes later)."""
+    """DeepSeek's multi-head latent attention: keys and values come from one short vector of each token."""
 
     query_rank: Annotated[int, Field(ge=1)] | None = None
+    """The length of the vector from which queries come; they come from the hidden state when not given."""
     key_value_rank: Annotated[int, Field(ge=1)]
     rotary_head_dim: Annotated[int, Field(ge=1)]
+    """Components of each query head and of the key that all heads share, which are rotated."""
     plain_head_dim: Annotated[int, Field(ge=1)]
     value_head_dim: Annotated[int, Field(ge=1)]
 
@@ -169,6 +243,7 @@ class DecoderSettings(TransformerSettings):
     """A folder of Hugging Face with the initial values (Llama, Qwen 2 and 3, Mistral, GPT-2); from the seed when not
     given."""
     experts: MixtureOfExpertsSettings | None = None
+    balance: BalanceSettings = BalanceSettings()
     latent_attention: LatentAttentionSettings | None = None
 
     @property
@@ -179,12 +254,39 @@ class DecoderSettings(TransformerSettings):
     def has_norm_bias(self) -> bool:
         return self.norm == "layer" and (self.bias if self.norm_bias is None else self.norm_bias)
 
+    def experts_of(self, layer: int) -> MixtureOfExpertsSettings | None:
+        """The experts of a layer; None where it has a plain feed-forward network."""
+        return self.experts if self.experts and layer >= self.experts.first_dense_layers else None
+
     @model_validator(mode="after")
     def _heads_share_keys_evenly(self) -> "DecoderSettings":
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}: each key head "
                 "serves the same number of query heads"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _balances_experts(self) -> "DecoderSettings":
+        if self.experts is None and self.balance.is_needed:
+            raise ValueError("model.balance balances the load of experts; give [model.experts], or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _latent_attention_fits(self) -> "DecoderSettings":
+        if self.latent_attention is None:
+            return self
+        replaced = {
+            "positions": self.positions != "rotary",
+            "kv_heads": self.kv_heads not in (None, self.heads),
+            "query_key_norm": self.query_key_norm,
+            "rotary_fraction": self.rotary_fraction != 1,
+        }
+        for name in (name for name, is_set in replaced.items() if is_set):
+            raise ValueError(
+                f"model.{name} = {getattr(self, name)!r} does not fit model.latent_attention, whose heads have a "
+                "rotated part, share one rotated key and have no norms; leave it out"
             )
         return self
 
@@ -226,6 +328,8 @@ class UserModuleSettings(TrainableParameterSettings):
     """Keyword arguments of the function; for `hf:`, values that replace those of config.json."""
     vocab_size: Annotated[int, Field(ge=2, le=2**31)] | None = None
     """Checked against the tokenizer when given; `hf:` models know theirs."""
+    balance: BalanceSettings | None = None
+    """The balance of the experts of a mixture; nothing is counted when not given."""
 
     @property
     def hf_path(self) -> str | None:
@@ -244,13 +348,3 @@ class UserModuleSettings(TrainableParameterSettings):
 ModelSettings = Annotated[
     DecoderSettings | EncoderSettings | EncoderDecoderSettings | UserModuleSettings, Field(discriminator="family")
 ]
-
-
-def check_can_be_trained(settings: ModelSettings) -> None:
-    """Raise for a model that can only be planned so far."""
-    for name in ("experts", "latent_attention"):
-        check_input(
-            getattr(settings, name, None) is None,
-            f"a model with [model.{name}] can be planned but not trained yet; "
-            "see its sizes with `motet show model`, or take a model without it",
-        )

@@ -38,6 +38,7 @@ def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
         "embedding.weight": WeightInitRule(std * sqrt(settings.hidden) if tied else std),
         "*.output.weight": residual,
         "*.down.weight": residual,
+        "*.experts.down": residual,
         "*": WeightInitRule(std),
     }
     return next(rule for pattern, rule in table.items() if fnmatchcase(name, pattern))

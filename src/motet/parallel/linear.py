@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
-from motet.memory.kept_products import keep_result
+from motet.models.kept_results import keep_result
 from motet.parallel.data_parallel.flat_parameters import ParameterGradientSum
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts

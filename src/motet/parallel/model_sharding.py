@@ -36,7 +36,7 @@ class TensorInfo:
     | trained, frozen | a parameter, which the optimizer updates or not |
     | statistics | a buffer that a forward updates, such as the mean of a batch norm |
     | table | a buffer that is computed when the model is built, such as rotary angles |
-    | load | a buffer that counts the load of each expert |
+    | load | a buffer of the load of each expert: its count, or the correction that follows from it |
     """
 
     name: str

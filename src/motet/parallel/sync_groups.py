@@ -147,6 +147,8 @@ METRIC_REPORTERS: Mapping[str, Mapping[str, int]] = {
     "targets": {"pp": -1, "tp": 0},
     "tokens": {"pp": 0, "cp": 0, "tp": 0},
     "rows": {"pp": 0, "cp": 0, "tp": 0},
+    "loads": {"tp": 0},  # The tokens of experts, on the stage that has these
+    "loads of parts": {},  # Where tensor-parallel ranks have different tokens
     "stop": {},  # Any rank: more than 0 counts
 }
 

@@ -32,6 +32,8 @@ from motet.parallel.process.process_group import (
     refuse_together,
 )
 from motet.precision.numerics import precision_numerics
+from motet.train.balance.balanced_layers import BalancedLayer, balance_of_model, find_balanced_layers, register_loads
+from motet.train.balance.expert_balance import ExpertBalance
 from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import (
     EvaluationBatchSource,
@@ -198,6 +200,8 @@ def build_job_engine(
     job: Job, model: TrainableModel, group: RankGroup, *, layout: Layout, model_sharding: ModelSharding
 ) -> tuple[TrainableModel, TrainingEngine]:
     """The model as this rank computes it, and its engine."""
+    layers = _balanced_on_ranks(job, model, group)
+    register_loads(model.module, layers)
     engine = build_engine(
         model.module,
         group,
@@ -207,6 +211,16 @@ def build_job_engine(
         model_sharding=model_sharding,
         values=model.initial_values,
     )
+    balance = balance_of_model(job.model)
+    if balance is not None:
+        engine.balance = ExpertBalance(
+            model.module,
+            layers,
+            balance,
+            group=engine.step_group,
+            dims=layout.dims,
+            reproducible_rows=layout.sharding.reproducible_batch_size,
+        )
     engine.optimizer.rounding_seed = job.run.seed
     if scaler := engine.optimizer.loss_scaler:  # Assumed targets, until the first step counts them
         row_targets = 1 if job.data.objective == "classify" else job.data.sequence_length
@@ -221,6 +235,17 @@ def build_job_engine(
         next_logits = None if is_split or model.next_logits is None else wrap(model.next_logits)
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits), next_logits=next_logits)
     return replace(model, initial_values=None), engine
+
+
+def _balanced_on_ranks(job: Job, model: TrainableModel, group: RankGroup) -> tuple[BalancedLayer, ...]:
+    """The layers whose experts are balanced; a model that cannot be balanced is refused on all ranks."""
+    problem, layers = "", tuple[BalancedLayer, ...]()
+    try:
+        layers = find_balanced_layers(job, model.module)
+    except InputError as error:
+        problem = str(error)
+    refuse_together(problem, group)
+    return layers
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:

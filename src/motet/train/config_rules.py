@@ -44,6 +44,8 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
     ("model", "norm_bias", "norm", ("layer",)),
     ("model", "classes", "head", ("classify",)),
+    ("model.balance", "weight", "kind", ("row", "bias")),
+    ("model.balance", "speed", "kind", ("bias",)),
     ("data", "source", "mixture", "unset"),
     ("data", "mask_fraction", "objective", ("masked", "spans")),
     ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
@@ -124,7 +126,8 @@ def check_no_unused_settings(job: object, source: str) -> None:
     """Refuse a job, read from `source`, in which a setting has no effect; whole sections may be missing."""
     for rule in SETTING_REQUIREMENTS:
         path, _, name = rule.setting.rpartition(".")
-        if not hasattr(job, path.partition(".")[0]) or name not in (section := attrgetter(path)(job)).model_fields_set:
+        section = _section_at(job, path)
+        if section is None or name not in section.model_fields_set:
             continue
         keys = [key for key in rule.depends_on.split(" or ") if hasattr(job, key.partition(".")[0])]
         values = [attrgetter(key)(job) for key in keys]
@@ -132,6 +135,14 @@ def check_no_unused_settings(job: object, source: str) -> None:
             setting = f"{rule.setting}{_format_value(getattr(section, name))}"
             settable = {key: _settable_values(job, key, rule.accepted) for key in keys}
             raise InputError(f"{source}: {setting} has no effect {rule.remedy(values[0], settable)}")
+
+
+def _section_at(job: object, path: str) -> Any:
+    """The section at a path; None where a job has none, such as that of another kind of model."""
+    section: Any = job
+    for name in path.split("."):
+        section = getattr(section, name, None)
+    return section
 
 
 def _settable_values(job: object, key: str, accepted: AcceptedValues) -> list[object]:

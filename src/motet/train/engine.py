@@ -39,6 +39,7 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.sync_groups import module_part_groups, reports, same_loss_groups
 from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.precision.numerics import cast_frozen_parameters
+from motet.train.balance.expert_balance import ExpertBalance, ExpertLoads, RoutedRows
 from motet.train.job import Job
 from motet.train.memory_check.rank_memory import RecomputedSteps
 from motet.train.optimizer.module_plan import ParallelizeSettings, plan_of_module
@@ -70,6 +71,7 @@ class StepStats:
     next_loss_scale: int = 1  # Smaller after an overflow, with which nothing was updated
     is_overflow: bool = False  # The loss is finite, and a gradient is not: no divergence
     save_requested: bool = False  # Some rank asked for a checkpoint; with `outer`, replicas learn it like a stop
+    experts: ExpertLoads | None = None  # Set for a mixture of experts
 
 
 @dataclass
@@ -87,6 +89,7 @@ class TrainingEngine:
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     context: ContextRanks | None = None  # Ranks that share each row with this one
+    balance: ExpertBalance | None = None  # The routers of a mixture of experts
     data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
     reproducible: bool = False  # Every layout must have the same bits
@@ -111,6 +114,10 @@ class TrainingEngine:
     def part_of(self, batch: Batch) -> Batch:
         """The part of a batch of whole rows that this rank computes."""
         return batch if self.context is None else self.context.part_of(batch)
+
+    def counting(self, rows: RoutedRows | None) -> AbstractContextManager[None]:
+        """A context for the forward and the backward of rows, in which the routers of a mixture count them."""
+        return nullcontext() if self.balance is None else self.balance.rows(rows)
 
     def attention_of(self, batch: Batch) -> AbstractContextManager[None]:
         """A context for the forward and the backward of a batch, which may be a part of each row."""
@@ -194,6 +201,8 @@ class TrainingEngine:
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
         scaler = self.optimizer.loss_scaler
         self.backward_scale = scaler.backward_scale if scaler else 1.0
+        if self.balance is not None:
+            self.balance.begin_step()
         self.recomputation.begin_step()
         self.optimizer.begin_step()
 
@@ -247,8 +256,11 @@ class TrainingEngine:
             host_numbers = torch.tensor([count, float(stop), float(save), *extra], dtype=torch.float64)
             host_numbers = host_numbers.to(device, non_blocking=True)
             local_sums = [host_numbers[:1], squared_norm.view(1), host_numbers[1:3], partial_losses, host_numbers[3:]]
+            local_sums += [self.balance.local_numbers()] if self.balance else []
             count, total_square, stops, saves, *sums = sum_scalars(torch.cat(local_sums), group, device)
-            total = exact_sum(sums[: len(partial_losses)])
+            stop_of_extra = len(partial_losses) + len(extra)
+            experts, terms = self.balance.loads_of(sums[stop_of_extra:]) if self.balance else (None, ())
+            total = exact_sum([*sums[: len(partial_losses)], *terms])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
             norm, scale = math.sqrt(total_square) / (divisor * self.backward_scale), self.optimizer.loss_scale
@@ -257,6 +269,8 @@ class TrainingEngine:
         with span("update"):
             if is_finite:
                 self.optimizer.update(learning_rate, gradient_scale)
+                if self.balance is not None and experts is not None:
+                    self.balance.apply(experts)
             else:
                 self.optimizer.skip()
                 for name, buffer in persistent_buffers(self.module).items():
@@ -265,8 +279,8 @@ class TrainingEngine:
             self.optimizer.rescale(is_overflow, count)
         self.recomputation.end_step()
         status = self._advance_step(stops > 0, saves > 0, is_finite=None if is_overflow else is_finite)
-        extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
-        rest = scale, self.optimizer.loss_scale, is_overflow, status.save_requested
+        extra_sums, skipped = tuple(sums[len(partial_losses) : stop_of_extra]), status.max_consecutive_skips
+        rest = scale, self.optimizer.loss_scale, is_overflow, status.save_requested, experts
         return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped, *rest)
 
     def gradient_scale(self, norm: float, count: float) -> float:

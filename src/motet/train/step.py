@@ -23,6 +23,7 @@ from motet.monitor.events import (
 )
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows
 from motet.parallel.layout import Layout, microbatches_of_rank
+from motet.train.balance.expert_balance import ExpertLoads, RoutedRows
 from motet.train.engine import TrainingEngine
 from motet.train.numerics_monitor.monitor import NumericsMonitor
 from motet.train.pipeline.pipeline_step import MicroBatchWork
@@ -60,6 +61,7 @@ class StepResult:
     recomputation: RecomputationChosen | None = None  # Set in the step after which the policies were chosen
     numerics: NumericsMeasured | None = None  # Set in steps that the numerics monitor measures
     save_requested: bool = False  # Rank 0 asked for a checkpoint, and all ranks know it
+    experts: ExpertLoads | None = None  # Set for a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ class MicroBatchLoop:
 
     def _microbatch(self, step: int, read: "_MicroBatchReader", index: int) -> MicroBatchWork:
         batch = read(index)
-        sizes = batch.sizes if self.engine.pipeline else {}
-        return MicroBatchWork(partial(self.model.loss_sum, batch), sizes, partial(self._context, step, batch))
+        sizes, rows = batch.sizes if self.engine.pipeline else {}, read.routed_rows.get(index)
+        return MicroBatchWork(partial(self.model.loss_sum, batch), sizes, partial(self._context, step, batch, rows))
 
     @contextmanager
-    def _context(self, step: int, batch: Batch) -> Iterator[None]:
-        with self.model.randomness(step, batch.rows), self.engine.attention_of(batch):
+    def _context(self, step: int, batch: Batch, rows: RoutedRows | None) -> Iterator[None]:
+        engine = self.engine
+        with self.model.randomness(step, batch.rows), engine.attention_of(batch), engine.counting(rows):
             yield
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> Tensor:
@@ -109,6 +112,8 @@ class _MicroBatchReader:
         self._source, self._device, self._step = loop.batch_source, loop.engine.group.device, step
         self._microbatches, self.targets, self.tokens = microbatches, 0.0, 0
         self.contributing = list[Batch]()  # Batches as they were read
+        self.routed_rows = dict[int, RoutedRows]()  # By micro-batch; only contributing ones
+        self._engine = loop.engine
 
     def __call__(self, index: int) -> Batch:
         microbatch = self._microbatches[index]
@@ -119,6 +124,8 @@ class _MicroBatchReader:
                 self.targets += batch.weights.sum(dtype=torch.float64).item()
                 self.tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
                 self.contributing.append(batch)
+                if self._engine.balance is not None:
+                    self.routed_rows[index] = self._engine.balance.rows_of(rows, self._engine.backward_scale)
         with span("move"):
             if batch.tokens.device != self._device:
                 return batch.to(self._device)
@@ -180,4 +187,5 @@ class TrainStep:
             recomputation=engine.recomputation.take_choice(step + 1),
             numerics=numerics,
             save_requested=stats.save_requested,
+            experts=stats.experts,
         )

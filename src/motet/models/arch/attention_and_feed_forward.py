@@ -97,7 +97,7 @@ class PreNormBlock(nn.Module):
     """x + attention(norm(x)), in a T5 decoder x + cross(norm(x), encoded), then x + ffn(norm(x))."""
 
     def __init__(
-        self, s: TransformerSettings, attention: SelfAttention, ffn: FeedForward, *, norm_bias: bool, has_cross: bool
+        self, s: TransformerSettings, attention: nn.Module, ffn: nn.Module, *, norm_bias: bool, has_cross: bool
     ) -> None:
         super().__init__()
         self.attention_norm, self.attention = build_norm(s, bias=norm_bias), attention

@@ -27,15 +27,19 @@ def mask_marker(*, causal: bool, device: torch.device) -> Tensor:
     return marker
 
 
+def is_marker(mask: Tensor) -> bool:
+    """Whether a tensor stands for a mask, or is a view of one that does."""
+    return mask.numel() == 1 and storage_key(mask) in _markers
+
+
 def marked_mask(mask: Tensor) -> AttentionMask:
     """The mask that a marker, or a view of it, stands for. A mask of pairs is an InputError."""
-    marked = _markers.get(storage_key(mask)) if mask.numel() == 1 else None
-    if marked is None:
+    if not is_marker(mask):
         raise InputError(
             f"it gives attention a mask of shape {list(mask.shape)}, but only causal and bidirectional masks, windows "
             "and documents are known for a part of each row; let it give none, or is_causal=True"
         )
-    return marked
+    return _markers[storage_key(mask)]
 
 
 def attend_in_seam(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:

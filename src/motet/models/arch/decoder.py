@@ -1,4 +1,5 @@
-"""One causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron, by its settings."""
+"""One causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron, Mixtral, DeepSeek-V3, by its
+settings."""
 
 from typing import cast
 
@@ -11,6 +12,7 @@ from motet.models.arch.attention_mask import causal_mask, places_in_row
 from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.layers import RotaryEmbedding, build_norm
 from motet.models.arch.loss import LogitsProjection
+from motet.models.arch.mixture.mixture_of_experts import MixtureOfExperts
 from motet.models.settings import DecoderSettings
 from motet.models.user_module import check_sequence_length
 
@@ -26,7 +28,7 @@ class CausalDecoder(nn.Module):
         if s.positions == "learned":
             self.positions = nn.Embedding(s.context, s.hidden)
         self.dropout = nn.Dropout(s.dropout)
-        self.blocks = nn.ModuleList(_build_block(s) for _ in range(s.layers))
+        self.blocks = nn.ModuleList(_build_block(s, layer) for layer in range(s.layers))
         self.norm = build_norm(s, bias=s.has_norm_bias)
         if not s.tied:  # a bare matrix, since the loss never holds all logits
             self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
@@ -86,11 +88,13 @@ class CausalDecoder(nn.Module):
         return self.embedding.weight if self.settings.tied else self.head["weight"]
 
 
-def _build_block(s: DecoderSettings) -> PreNormBlock:
+def _build_block(s: DecoderSettings, layer: int) -> PreNormBlock:
     attention = SelfAttention(
         s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
     )
-    return PreNormBlock(s, attention, FeedForward(s, bias=s.has_ffn_bias), norm_bias=s.has_norm_bias, has_cross=False)
+    experts = s.experts_of(layer)
+    ffn = FeedForward(s, bias=s.has_ffn_bias) if experts is None else MixtureOfExperts(s, experts)
+    return PreNormBlock(s, attention, ffn, norm_bias=s.has_norm_bias, has_cross=False)
 
 
 def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:

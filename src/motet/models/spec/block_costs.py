@@ -209,7 +209,7 @@ def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
     blocks, first = [BlockSpec("embedding", _decoder_embedding(s), arguments=_mask_arguments(s, s.sliding_window))], 0
     layers = dict[tuple[bool, bool], LayerSpec]()
     full_layers = frozenset(variant_of(s).full_layers)
-    for kind, run in groupby(range(s.layers), lambda i: (_has_experts(s, i), i in full_layers)):
+    for kind, run in groupby(range(s.layers), lambda i: (s.experts_of(i) is not None, i in full_layers)):
         if kind not in layers:
             layers[kind] = _decoder_layer(s.model_copy(update={"sliding_window": None}) if kind[1] else s, kind[0])
         count, name = len(list(run)), "full " * kind[1] + "expert " * kind[0] + "block"
@@ -290,10 +290,6 @@ def _mask_arguments(s: TransformerSettings, window: int | None = None) -> tuple[
 
 
 # --- the decoder -----------------------------------------------------------------------------------
-
-
-def _has_experts(s: DecoderSettings, layer: int) -> bool:
-    return s.experts is not None and layer >= s.experts.first_dense_layers
 
 
 def _decoder_layer(s: DecoderSettings, has_experts: bool) -> LayerSpec:

@@ -81,7 +81,10 @@ class TokenParts:
         return self.dims.coordinates(rank)[CONTEXT_DIMENSION]
 
     def _token_dim(self, shape: tuple[int, ...], tokens: int, rows: int) -> int | None:
-        """The second dimension, or the first one that has all tokens of a row, or of all rows."""
+        """The first dimension of a tensor that has the tokens of all rows one after another; else the second one, or
+        the first one that has all tokens of a row, or of all rows."""
+        if _has_flat_rows(shape, rows) and shape[0] == rows * tokens:
+            return 0
         dims = sorted(range(len(shape)), key=lambda dim: (dim != 1, dim))
         matching = (dim for length in (tokens, rows * tokens) for dim in dims if shape[dim] == length)
         return next(matching, None)
@@ -121,8 +124,10 @@ class ActivationParts:
     def spec(self, name: str, rank: int, shape: tuple[int, ...], *, rows: int) -> ShardSpec | None:
         """The part that a rank has of an output, whose shape in the whole model is given; None if it is not known.
         `rows` are those of the micro-batch."""
-        splits = self.splits(name)
-        if splits is None or any(not -len(shape) <= split.dim < len(shape) for split in splits):
+        if (splits := self.splits(name)) is None:
+            return None
+        splits = tuple(_in_tokens(split, shape, rows) for split in splits)
+        if any(not -len(shape) <= split.dim < len(shape) for split in splits):
             return None
         spans, padding, place = list(ShardSpec.full(shape).spans), [0] * len(shape), self.dims.coordinates(rank)
         along = self.tokens.spans(shape, rank, rows) if self.tokens else None
@@ -130,17 +135,23 @@ class ActivationParts:
             spans[along[0]] = along[1]
         for split in splits:  # Ranks of tensor parallelism split the part of a row that they all have
             in_part = along is not None and along[0] == split.dim % len(shape)
-            length = sum(stop - first for first, stop in spans[split.dim])
+            runs = rows if _has_flat_rows(shape, rows) and split.dim == 0 else 1  # Each row is split
+            length = sum(stop - first for first, stop in spans[split.dim]) // runs
             inner, padding[split.dim] = (replace(split, parts=()) if in_part else split).local_spans(
                 length, ranks=self.dims.size(split.over), index=place.get(split.over, 0)
             )
-            spans[split.dim] = tuple(each for pair in inner for each in places_in_spans(spans[split.dim], *pair))
+            spans[split.dim] = tuple(
+                each
+                for start in range(0, runs * length, length or 1)
+                for first, stop in inner
+                for each in places_in_spans(spans[split.dim], start + first, start + stop)
+            )
         return ShardSpec(shape, tuple(spans), tuple(padding) if any(padding) else ())
 
     def local_spec(self, name: str, rank: int, local_shape: tuple[int, ...], *, rows: int) -> ShardSpec | None:
         """The part by its shape on the rank; None also if the rank should have another shape."""
         shape = list(local_shape)
-        for split in self.splits(name) or ():
+        for split in (_in_tokens(split, local_shape, rows) for split in self.splits(name) or ()):
             if -len(shape) <= split.dim < len(shape):
                 parts = () if self.tokens and split.dim == 1 else split.parts
                 shape[split.dim] = sum(parts) or shape[split.dim] * self.dims.size(split.over)
@@ -225,6 +236,16 @@ def _parallel_regions(comms: Iterable[BoundaryComm]) -> Iterator[ParallelRegion]
         elif comm.side == "output" and (opened or befores in (("parallel",), ("exchanged",))):
             yield ParallelRegion(tuple(opened), comm.module)
             opened = []
+
+
+def _in_tokens(split: DimensionSplit, shape: tuple[int, ...], rows: int) -> DimensionSplit:
+    """A split of tokens, in the dimension in which a tensor has them: the second one, or the first one of a tensor
+    that has the tokens of all rows one after another, such as the input of experts."""
+    return replace(split, dim=0) if split.dim == 1 and not split.parts and _has_flat_rows(shape, rows) else split
+
+
+def _has_flat_rows(shape: tuple[int, ...], rows: int) -> bool:
+    return 0 < len(shape) <= 2 and shape[0] > rows > 0 and shape[0] % rows == 0
 
 
 def cut_part(tensor: Tensor, spec: ShardSpec) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.models.arch.attention_marker import is_marker
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 
 
@@ -21,6 +22,8 @@ def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def named_conditions(value: Any, name: str, is_pair: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Integers and masks in the arguments of a block, and pairs of numbers that follow from positions."""
     if isinstance(value, Tensor):
+        if is_marker(value):  # One device has the mask itself
+            return
         if not value.requires_grad and (is_pair or not value.is_floating_point()):
             yield name, torch.view_as_real(value) if value.is_complex() else value
     elif isinstance(value, AttentionMask | AttentionTokens):

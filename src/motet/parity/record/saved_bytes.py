@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core.units import dtype_name
-from motet.memory.kept_products import KEPT_OPERATORS, is_result_pending
+from motet.memory.kept_products import KEPT_OPERATORS
 from motet.memory.storage_tracker import StorageTracker, TrackedStorage, tensors_reachable_from
 from motet.memory.torch_private import tensors_with_memory
+from motet.models.kept_results import is_result_pending
 from motet.models.torch_private import intercept_calls, is_in_backward, storage_key
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.zero import CommUnitAction

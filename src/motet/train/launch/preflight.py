@@ -15,7 +15,7 @@ from motet.memory.tiers.scratch_folder import check_folder
 from motet.models.hf.decoder_files import find_decoder_tensors
 from motet.models.hf.hf_config import read_config
 from motet.models.hf.peft_files import check_peft_folder
-from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings, check_can_be_trained
+from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.context_parallel.context_checks import check_context_heads, check_context_sequence
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
@@ -97,7 +97,6 @@ def _check_server_count(job: Job) -> None:
 
 def check_model(job: Job) -> None:
     """Refuse a model that cannot be trained, or does not fit the data."""
-    check_can_be_trained(job.model)
     if isinstance(job.model, DecoderSettings) and job.model.weights is not None:
         find_decoder_tensors(job.model)
     check_peft_folder(job.model)

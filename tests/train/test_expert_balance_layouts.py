@@ -1,0 +1,70 @@
+"""The balance of experts does not depend on the layout: losses, terms and parameters to rounding, loads exactly."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.parallel.process.process_group import RankGroup
+from ranks import Ranks
+from train.mixture_runs import CORRECTIONS, FAMILIES, OURS, TrainedMixture, job_of_family, train_mixture
+from train.runs import worst_difference
+
+ALONE = RankGroup(0, 1, None, torch.device("cpu"))
+TOLERANCE = 1e-12
+LAYOUTS = {
+    "dp=2 zero=0": 2, "dp=2 zero=1 microbatches=2": 2, "dp=2 zero=2": 2, "dp=2 zero=3": 2, "microbatches=4": 1,
+    "tp=2": 2, "tp=2 sp=true": 2, "pp=2 microbatches=2": 2, "cp=2": 2, "recompute=full": 1, "recompute=selective": 1,
+    "cp=2 tp=2 sp=true recompute=full": 4, "pp=2 cp=2 microbatches=4 recompute=full": 4, "dp=2 pp=2 zero=1": 4,
+}  # fmt: skip
+QUICK = [("motet", "bias", "dp=2 zero=3"), ("mixtral", "row", "cp=2")]
+BALANCES = {"row": "kind='row', weight=0.3, z_weight=0.05", "bias": "kind='bias', weight=0.2, speed=0.02"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mixtures")
+
+
+@cache
+def alone(folder: Path, family: str, kind: str) -> TrainedMixture:
+    return train_mixture(ALONE, job_of_family(folder, family, BALANCES[kind]))
+
+
+def settings_of(layout: str) -> list[str]:
+    words = [word for word in layout.split() if not word.startswith("dp=")]
+    return [f"memory.{word}" if word.startswith("recompute") else f"layout.{word}" for word in words]
+
+
+def check_equal(result: TrainedMixture, expected: TrainedMixture) -> None:
+    assert worst_difference(result.trained, expected.trained) < TOLERANCE
+    assert len(result.experts) == len(expected.experts) == len(expected.trained.losses)
+    for ours, theirs in zip(result.experts, expected.experts, strict=True):
+        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=TOLERANCE)
+        assert [layer.loads for layer in ours.layers] == [layer.loads for layer in theirs.layers]
+        assert [layer.entropy for layer in ours.layers] == pytest.approx([e.entropy for e in theirs.layers], rel=1e-12)
+    for name, buffer in result.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), name
+
+
+def is_refused(family: str, kind: str, layout: str) -> bool:
+    """A limit needs the choices of complete rows, which a rank with a part of each row does not have."""
+    return "capacity" in family and ("cp=" in layout or "sp=" in layout)
+
+
+def cases() -> list[object]:
+    wanted = [(f, kind, layout) for f in (*FAMILIES, *OURS) for kind in ("row", "bias") for layout in LAYOUTS]
+    possible = [case for case in wanted if (case[1] == "row" or case[0] in CORRECTIONS) and not is_refused(*case)]
+    return [*QUICK, *(pytest.param(*case, marks=pytest.mark.proof) for case in possible if case not in QUICK)]
+
+
+@pytest.mark.parametrize(("family", "kind", "layout"), cases())
+def test_numbers_of_every_layout_are_those_of_one_device(
+    ranks: Ranks, folder: Path, family: str, kind: str, layout: str
+) -> None:
+    job = job_of_family(folder, family, BALANCES[kind], "monitor.replica_check_every=5", *settings_of(layout))
+    expected = alone(folder, family, kind)
+    assert any(loads != expected.experts[0].layers[0].loads for loads in [e.layers[0].loads for e in expected.experts])
+    for result in ranks.run(LAYOUTS[layout], train_mixture, job, timeout_s=300):
+        check_equal(result, expected)
