@@ -24,9 +24,13 @@ from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.settings import DecoderSettings
 from motet.models.spec.layer_specs import AttentionSpec
-from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
-from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition, default_order
-from motet.parallel.layout import ContextParallelKind
+from motet.parallel.context_parallel.attention_exchange import ContextAttention, ContextGroup
+from motet.parallel.context_parallel.context_partition import (
+    ContextOrder,
+    ContextParallelKind,
+    ContextPartition,
+    default_order,
+)
 from motet.parallel.process.process_group import RankGroup, new_process_group
 
 QUERY_HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 64
@@ -111,7 +115,7 @@ class BenchmarkRanks:
             return GatheredDenseMask.for_case(case, partition, self.group)
         inner = self._neighbours(contender.inner) if contender.inner > 1 else None
         group = ContextGroup(partition, self.group.rank, self.group, contender.kind, inner, contender.overlaps)
-        return context_attention(group, case.row_documents)
+        return ContextAttention(group, case.row_documents)
 
     def partition(self, case: AttentionCase, contender: AttentionContender) -> ContextPartition:
         """The tokens of each rank."""

@@ -31,6 +31,7 @@ OWNERS = {
         "parallel/data_parallel/communication/shard_replica_mesh.py",
         "parallel/local_sgd/outer_optimizer.py",  # of independent replicas
         "parallel/context_parallel/context_step.py",  # of ranks that share rows
+        "parallel/context_parallel/gathered_rows.py",  # of ranks that share rows
         "parallel/process/process_group.py",
         "parallel/tensor_parallel/sharded_module.py",  # of ranks that split layers
         "train/balance/expert_balance.py",  # of ranks that have parts of the same rows

@@ -21,6 +21,20 @@ CASES[DecoderSettings] = [
     {"query_key_norm": True, "positions": "none", "sliding_window": 4, "kv_heads": 3},
     {"sliding_window": 11},
 ]
+_MIXTURE = {"count": 6, "per_token": 2, "hidden": 5}
+_LATENT = {"key_value_rank": 7, "rotary_head_dim": 2, "plain_head_dim": 5, "value_head_dim": 7}
+MIXTURES: list[dict[str, Any]] = [
+    {"experts": {**_MIXTURE, "shared": 2}, "kv_heads": 2},
+    {"experts": {**_MIXTURE, "scores": "sigmoid", "weight_scale": 2.0, "capacity": 0.8, "drop": "lowest"}},
+    {"experts": {**_MIXTURE, "normalize_weights": False, "first_dense_layers": 1, "shared": 1}, "gated": False},
+    {"experts": {**_MIXTURE, "shared": 1}, "gated": False, "activation": "relu", "balance": {"kind": "bias"}},
+    {"experts": {**_MIXTURE, "groups": 3, "groups_per_token": 2, "capacity": 1.1, "drop": "last"}},
+]
+LATENT: list[dict[str, Any]] = [
+    {"latent_attention": _LATENT},
+    {"latent_attention": {**_LATENT, "query_rank": 11}, "experts": _MIXTURE},
+]
+CASES[DecoderSettings] += [*MIXTURES, *LATENT]
 CASES[EncoderSettings] = [{}, {"activation": "relu", "token_types": 0}, {"head": "classify", "classes": 3}]
 CASES[EncoderSettings] += [{"gated": True, "norm": "rms", "activation": "relu_squared"}]
 CASES[EncoderDecoderSettings] = [{}, {"gated": False, "activation": "relu_squared", "norm": "layer"}]

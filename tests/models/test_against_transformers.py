@@ -74,8 +74,9 @@ def neighbours(weight: Tensor, head_dim: int, turned: int | None = None) -> Tens
 
 
 # --- decoders ----------------------------------------------------------------------------------------
-def llama_weights(theirs: nn.Module, head_dim: int) -> Weights:
-    given = theirs.state_dict()
+def llama_weights(theirs: nn.Module, head_dim: int, values: Weights | None = None) -> Weights:
+    """The values of a module of transformers, or others of its tensors such as gradients, by our names."""
+    given = values or theirs.state_dict()
     names = {"embedding": "model.embed_tokens", "norm": "model.norm"}
     names |= {} if theirs.config.tie_word_embeddings else {"head": "lm_head"}
     weights = renamed(given, names)
@@ -85,13 +86,14 @@ def llama_weights(theirs: nn.Module, head_dim: int) -> Weights:
         theirs_i, ours_i = f"model.layers.{i}.", f"blocks.{i}."
         weights |= renamed(given, layers, ours_i, theirs_i)
         for kind in ("weight", "bias"):
-            if f"{theirs_i}self_attn.q_proj.{kind}" in given:
+            if f"{theirs_i}self_attn.k_proj.{kind}" in given:
                 q, k, v = (given[f"{theirs_i}self_attn.{n}_proj.{kind}"] for n in "qkv")
                 qkv = (neighbours(q, head_dim), neighbours(k, head_dim), v)
                 weights[f"{ours_i}attention.qkv.{kind}"] = torch.cat(qkv)
         norms = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
         weights |= {n: neighbours(w, head_dim) for n, w in renamed(given, norms, ours_i, theirs_i).items()}
-        weights[f"{ours_i}ffn.up.weight"] = fused_rows(given, f"{theirs_i}mlp.%s_proj.weight", ("gate", "up"))
+        if f"{theirs_i}mlp.gate_proj.weight" in given:  # And not a mixture of experts
+            weights[f"{ours_i}ffn.up.weight"] = fused_rows(given, f"{theirs_i}mlp.%s_proj.weight", ("gate", "up"))
     return weights
 
 

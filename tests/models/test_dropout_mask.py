@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from motet.core.seeds import derive_seed
-from motet.models import layout_invariant_dropout as module
-from motet.models.layout_invariant_dropout import Spans, draw_mask
+from motet.models import dropout_mask as module
+from motet.models.dropout_mask import Spans, draw_mask
 
 CPU = torch.device("cpu")
 KEYS = [derive_seed("row", row) for row in range(3)]

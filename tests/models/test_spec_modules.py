@@ -66,7 +66,7 @@ def check_parameters(model: Any) -> None:
     assert sorted((p.name, p.shape) for parameters in repetitions for p in parameters) == shapes
 
 
-@pytest.mark.parametrize("job", sorted(set(builtin_jobs()) - {"mixtral-8x7b", "deepseek-v3"}))
+@pytest.mark.parametrize("job", builtin_jobs())
 def test_parameters_of_built_in_jobs_are_those_of_the_module(job: str) -> None:
     check_parameters(motet.load_job(job).model)
 
@@ -104,6 +104,19 @@ def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: b
             more = unfused_bytes(model, shape) * dtype.itemsize if is_learned else 0
             saved = spec_from_settings(model).saved_bytes(counted, name)
             assert saved + more == kept_bytes(model, counted, dtype), values
+
+
+@pytest.mark.parametrize("value_dim", [3, 9])
+def test_a_cpu_keeps_values_as_long_as_keys(value_dim: int) -> None:
+    """Its fused kernel takes no others: it keeps padded keys or values, and its padded output."""
+    latent = {"key_value_rank": 7, "rotary_head_dim": 2, "plain_head_dim": 5, "value_head_dim": value_dim}
+    model, shape = DecoderSettings.model_validate({**SMALL, "latent_attention": latent}), MicroBatchShape(3, 11)
+    size = max(value_dim, 7)
+    # Queries and keys, values, and the output; of longer values the values are a view of what is kept anyway
+    kept = 4 * size + value_dim if value_dim < 7 else 3 * size + (5 + value_dim)
+    counted = 2 * 7 + (5 + value_dim) + value_dim
+    padding = model.layers * shape.count("token") * model.heads * (kept - counted) * 4
+    assert kept_bytes(model, shape, torch.float32) == padding + spec_from_settings(model).saved_bytes(shape, "float32")
 
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

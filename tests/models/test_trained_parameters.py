@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from spec_cases import CASES, SMALL, forward, kept_bytes
+from spec_cases import CASES, LATENT, MIXTURES, SMALL, forward, kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.models.arch import logit_slices
@@ -32,8 +32,21 @@ def _as_many_targets_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_slices, "TARGET_COUNT_MULTIPLE", 1)
 
 
+OF_MIXTURES: list[dict[str, Any]] = [
+    {"adapters": AdapterSettings(rank=2)},
+    {"adapters": AdapterSettings(rank=2, targets=("*attention*",))},
+    {"frozen": ("*blocks.0.*", "embedding*")},
+    {"frozen": ("*router*", "*experts.up")},
+    {"frozen": ("*experts*",)},
+]
+
+
 def models(kind: type[TransformerSettings], choice: dict[str, Any]) -> list[TransformerSettings]:
-    return [kind.model_validate({**SMALL, **values, **choice}) for values in CASES[kind]]
+    cases, mixtures = CASES[kind], [*MIXTURES, LATENT[-1]]
+    if kind is DecoderSettings:
+        is_for_mixtures = any(choice is each for each in OF_MIXTURES)
+        cases = mixtures if is_for_mixtures else [each for each in cases if each not in (*MIXTURES, *LATENT)]
+    return [kind.model_validate({**SMALL, **values, **choice}) for values in cases]
 
 
 def parameters(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -41,8 +54,11 @@ def parameters(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], bool]]:
     return {parameter.name: (parameter.shape, parameter.is_trained) for parameter in each}
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.parametrize("kind", CASES)
+KINDS_AND_CHOICES = [(kind, choice) for kind in CASES for choice in CHOICES]
+KINDS_AND_CHOICES += [(DecoderSettings, choice) for choice in OF_MIXTURES]
+
+
+@pytest.mark.parametrize(("kind", "choice"), KINDS_AND_CHOICES, ids=str)
 def test_parameters_are_those_of_the_module(kind: type[TransformerSettings], choice: dict[str, Any]) -> None:
     for model in models(kind, choice):
         module = build_trainable_model(model, 0, torch.float32, torch.device("cpu"), on_meta=True).module
@@ -50,8 +66,9 @@ def test_parameters_are_those_of_the_module(kind: type[TransformerSettings], cho
         assert parameters(spec_from_settings(model)) == expected
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in CASES if kind is not EncoderDecoderSettings])
+@pytest.mark.parametrize(
+    ("kind", "choice"), [each for each in KINDS_AND_CHOICES if each[0] is not EncoderDecoderSettings], ids=str
+)
 def test_a_forward_keeps_what_gradients_need(kind: type[TransformerSettings], choice: dict[str, Any]) -> None:
     for model in models(kind, choice):
         spec = spec_from_settings(model)

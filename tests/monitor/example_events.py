@@ -1,6 +1,6 @@
 """Events of made-up runs, for the tests of this package."""
 
-from motet.monitor.events import EvaluationDone, RunEnded, RunStarted, StepDone
+from motet.monitor.events import EvaluationDone, ExpertsMeasured, RoutedLayerLoads, RunEnded, RunStarted, StepDone
 
 
 def started(**changes):
@@ -16,6 +16,17 @@ def step(number, **changes):
 
 def evaluated(number, **changes):
     return EvaluationDone(**{"step": number, "split": "validation", "loss": 5.0, "targets": 10.0, **changes})
+
+
+def measured(number, *loads, dropped=0):
+    """The experts of layers `a`, `b` and so on; two layers by default."""
+    layers = [
+        RoutedLayerLoads(
+            name=chr(97 + i), loads=each, max_over_mean=max(each) * len(each) / sum(each), dropped=dropped, entropy=0.5
+        )
+        for i, each in enumerate(loads or [(3, 1), (2, 2)])
+    ]
+    return ExpertsMeasured(step=number, layers=tuple(layers), time=1000.0 + 2 * number)
 
 
 def ended(**changes):

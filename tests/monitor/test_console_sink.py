@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from example_events import ended, evaluated, started, step
+from example_events import ended, evaluated, measured, started, step
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -59,6 +59,15 @@ def terminal(monkeypatch, width=100):
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
     return stream, Console(force_terminal=True, width=width, _environ={"TERM": "xterm-256color"}, markup=False)
+
+
+def test_the_line_of_a_step_names_the_worst_layer_of_its_experts(tmp_path, capsys):
+    run(
+        tmp_path, [started(), measured(1, (3, 1), (2, 2)), step(1), step(2), measured(3, (1, 3), dropped=1200), step(3)]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    ends = [line.partition("lr 1.00e-03")[2].strip() for line in lines if line.startswith("step")]
+    assert ends == ["fullest expert 1.50 x mean in a", "", "fullest expert 1.50 x mean in a, 1,200 dropped"]
 
 
 def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):

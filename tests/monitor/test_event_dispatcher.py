@@ -6,7 +6,7 @@ from typing import get_args
 from unittest.mock import Mock
 
 import pytest
-from example_events import ended, evaluated, started, step
+from example_events import ended, evaluated, measured, started, step
 
 from motet.core import trace
 from motet.core.errors import CheckpointSaveError, InputError, OutputClosedError, TrainingDivergedError
@@ -313,6 +313,7 @@ ONE_OF_EACH = {
         step=13, budget=9, kept=1, selective=0, full=2, predicted_peak=8, seconds_per_microbatch=0.1
     ),
     "on_numerics": NumericsMeasured(step=1, formats=("float16",), tensors=()),
+    "on_experts": measured(1),
     "on_evaluation": evaluated(1),
     "on_checkpoint_started": CheckpointStarted(step=1, path="c"),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),

@@ -1,10 +1,13 @@
 """Values that TensorBoard reads back, and values that Weights & Biases receives."""
 
+import io
 import sys
 from unittest.mock import Mock, call
 
+import numpy as np
 import pytest
-from example_events import ended, evaluated, started, step
+from example_events import ended, evaluated, measured, started, step
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from motet.core.errors import InputError
@@ -42,6 +45,16 @@ def test_tensorboard_shows_a_resumed_step_once(tmp_path):
     board(tmp_path, [started(), step(1), step(2), step(3, loss=99.0)])
     board(tmp_path, [started(first_step=3), step(3), step(4)])
     assert [(e.step, e.value) for e in read(tmp_path).Scalars("train/loss")] == [(n, 8.5 - n) for n in range(1, 5)]
+
+
+def test_tensorboard_shows_loads_of_experts_as_a_heat_map(tmp_path):
+    board(tmp_path, [started(), measured(1, (6, 2, 2, 2), (3, 0, 3, 6)), step(1, balance_loss=0.25)])
+    found = read(tmp_path)
+    assert [e.value for e in found.Scalars("experts/max_over_mean")] == [2.0]
+    assert [e.value for e in found.Scalars("train/balance_loss")] == [0.25]
+    (image,) = found.Images("experts/load")
+    pixels = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert("L"))
+    assert pixels.shape == (16, 32) and pixels[::8, ::8].tolist() == [[255, 85, 85, 85], [128, 0, 128, 255]]
 
 
 def test_a_board_that_saw_no_event_closes(tmp_path):

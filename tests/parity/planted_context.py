@@ -105,7 +105,7 @@ def _documents(change: Callable[[Tensor, Any], Tensor]) -> Patch:
     def wrong(own: Any, group: Any, documents: Tensor | None) -> Any:
         return own(group, None if documents is None else change(documents, group.partition))
 
-    return around(context_step, "context_attention", wrong)
+    return around(context_step, "ContextAttention", wrong)
 
 
 @fault("dp=1 cp=2 cp_order=contiguous", RING, first=OUTPUT, cause="documents end at the cut")

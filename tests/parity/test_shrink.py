@@ -17,7 +17,7 @@ pytestmark = pytest.mark.counted
 ROWS, STEPS = 12, 3
 
 
-@pytest.mark.parametrize("name", [name for name in builtin_jobs() if name not in ("deepseek-v3", "mixtral-8x7b")])
+@pytest.mark.parametrize("name", builtin_jobs())
 def test_every_built_in_job_is_small(name: str) -> None:
     job = load_job(name)
     small = make_small_job(job, ROWS, STEPS)

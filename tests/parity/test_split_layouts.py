@@ -10,6 +10,10 @@ from ranks import Ranks
 
 UNEVEN = ("model.vocab_size=261", "model.ffn_hidden=51", "model.dropout=0.1")
 MIXTURES = ("mixtral", "deepseek_v3")
+LIMITED = (
+    "model.experts={count=4, per_token=2, hidden=16, shared=1, capacity=1.1, drop='lowest'}",
+    "model.balance={kind='bias', weight=0.1, z_weight=0.01}",
+)
 MODELS = {
     "decoder": ("decoder", UNEVEN),
     "GPT-2-like": ("decoder", (*GPT2_LIKE, "model.dropout=0.1")),
@@ -18,6 +22,7 @@ MODELS = {
     "layers that stay whole": ("decoder", ("layout.require_split=0.3",)),  # 51 features over four ranks
     **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters")},
     **{name: (name, ()) for name in MIXTURES},
+    "limited experts": ("decoder", LIMITED),
 }
 STAGES = ("tp=2 zero=0", "tp=2 dp=2 zero=1", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3 microbatches=2")
 LAYOUTS = [f"{stage}{sequence}" for sequence in ("", " sp=true") for stage in STAGES]
@@ -25,8 +30,14 @@ QUICK = "decoder", "tp=2 zero=0 sp=true"
 CASES = [
     QUICK,
     ("head in a module", "tp=2 zero=0"),
-    *((model, layout) for model in MODELS if model not in ("layers that stay whole", *MIXTURES) for layout in LAYOUTS),
+    *(
+        (model, layout)
+        for model in MODELS
+        if model not in (*MIXTURES, "limited experts", "layers that stay whole")
+        for layout in LAYOUTS
+    ),
     *((model, f"{split} sp=true zero=0") for model in MIXTURES for split in ("tp=2", "tp=2 cp=2")),
+    *(("limited experts", f"{split} zero=0") for split in ("cp=2", "tp=2 sp=true", "tp=2 cp=2 sp=true", "pp=2")),
     *((model, "cp=2 zero=0") for model in ("llama", "gpt2", "qwen2", *MIXTURES)),
     ("layers that stay whole", "tp=4"),
     ("llama", "tp=4 sp=true"),
@@ -34,8 +45,8 @@ CASES = [
 # Outputs of which nothing says how they lie: those of modules without a weight between split layers, and the second
 # output of a router.
 BETWEEN = (
-    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\]|gate\[1\])( \(call \d\))?|"
-    r"transform|transform_norm|whole model.*)$"
+    r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
+    r".*(gate|router)\[1\]|transform|transform_norm|whole model.*)$"
 )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 from motet.parallel.data_parallel.fsdp import local_shard
@@ -15,10 +17,10 @@ from motet.train.balance.expert_balance import ExpertLoads
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
-from train.runs import Trained, small_job
+from train.runs import Trained, small_job, worst_difference
 from train.tensor_parallel_runs import reassembled
 
-STEPS = 10
+STEPS, TOLERANCE = 10, 1e-12
 _SIZES = {
     "vocab_size": 260, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 24, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -104,3 +106,21 @@ def train_mixture(group: RankGroup, job: Job, steps: int = STEPS) -> TrainedMixt
         trained = Trained(losses, norms, reassembled(parts, local), gradients, rates)
         buffers = load_buffers(parts.model.module)
         return TrainedMixture(trained, experts, {name: b.clone() for name, b in buffers.items() if not b.is_meta})
+
+
+def settings_of(layout: str) -> list[str]:
+    words = [word for word in layout.split() if not word.startswith("dp=")]
+    return [f"memory.{word}" if word.startswith("recompute") else f"layout.{word}" for word in words]
+
+
+def check_equal(result: TrainedMixture, expected: TrainedMixture) -> None:
+    assert worst_difference(result.trained, expected.trained) < TOLERANCE
+    assert len(result.experts) == len(expected.experts) == len(expected.trained.losses)
+    for ours, theirs in zip(result.experts, expected.experts, strict=True):
+        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=TOLERANCE)
+        assert [layer.loads for layer in ours.layers] == [layer.loads for layer in theirs.layers]
+        assert [layer.entropy for layer in ours.layers] == pytest.approx(
+            [e.entropy for e in theirs.layers], rel=TOLERANCE
+        )
+    for name, buffer in result.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), name

@@ -111,18 +111,37 @@ DATA = PreparedData(corpora=(), tokenizer="bytes", sentinels=0, vocab_size=260, 
 
 
 @pytest.mark.parametrize("name", builtin_jobs())
-def test_built_in_jobs_can_be_trained_or_say_that_they_are_for_planning(name: str) -> None:
+def test_built_in_jobs_can_be_trained(name: str) -> None:
     job = load_job(name)
-    planned = {"mixtral-8x7b": "experts", "deepseek-v3": "experts"}
-    if name in planned:
-        refused(rf"\[model\.{planned[name]}\] .* not trained yet", check_job, job, job.run.ranks)
-    else:
-        assert check_job(job, job.run.ranks).dims.ranks == job.run.ranks
+    assert check_job(job, job.run.ranks).dims.ranks == job.run.ranks
 
 
-def test_latent_attention_is_for_planning() -> None:
-    latent = "model.latent_attention={key_value_rank=8, rotary_head_dim=8, plain_head_dim=8, value_head_dim=8}"
-    refused(r"\[model\.latent_attention\]", check_job, load_job("tiny", [latent]), 2)
+MIXTURE = "model.experts={count=8, per_token=5, hidden=8%s}"
+LATENT = "model.latent_attention={key_value_rank=8, rotary_head_dim=8, plain_head_dim=8, value_head_dim=8}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([MIXTURE % ", groups=4, groups_per_token=2"], r"per_token = 5 is more than the 4 experts .* leave"),
+        ([MIXTURE % ", groups=4, groups_per_token=5"], r"groups_per_token = 5 is more than model\.experts\.groups = 4"),
+        ([MIXTURE % ", groups=3"], r"groups = 3 does not divide model\.experts\.count = 8"),
+        ([MIXTURE % ", groups=8"], r"at least two experts"),
+        ([MIXTURE % ", capacity=1.25"], r"capacity = 1\.25 drops assignments; set model\.experts\.drop"),
+        ([MIXTURE % ", drop='last'"], r"drop = 'last' needs model\.experts\.capacity"),
+        (["model.balance.kind=row"], r"model\.balance balances the load of experts"),
+        (["model.balance.z_weight=1e-3"], r"model\.balance balances the load of experts"),
+    ],
+)
+def test_settings_of_mixtures_that_do_not_fit(overrides: list[str], problem: str) -> None:
+    refused(problem, load_job, "tiny", overrides)
+
+
+@pytest.mark.parametrize("setting", ["kv_heads=2", "positions='learned'", "rotary_fraction=0.5"])
+def test_latent_attention_with_what_it_does_not_have_is_for_planning(setting: str) -> None:
+    job = load_job("tiny", [LATENT, "model.kv_heads=8", f"model.{setting}"])
+    name, _, value = setting.partition("=")
+    refused(rf"model\.{name} = {value} does not fit model\.latent_attention", check_job, job, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.models import layout_invariant_dropout
-from motet.models.layout_invariant_dropout import draw_mask
+from motet.models.dropout_mask import draw_mask
 from motet.models.user_module import find_blocks
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import TrainingComponents, build_components, precision_context

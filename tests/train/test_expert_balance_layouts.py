@@ -8,11 +8,18 @@ import torch
 
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
-from train.mixture_runs import CORRECTIONS, FAMILIES, OURS, TrainedMixture, job_of_family, train_mixture
-from train.runs import worst_difference
+from train.mixture_runs import (
+    CORRECTIONS,
+    FAMILIES,
+    OURS,
+    TrainedMixture,
+    check_equal,
+    job_of_family,
+    settings_of,
+    train_mixture,
+)
 
 ALONE = RankGroup(0, 1, None, torch.device("cpu"))
-TOLERANCE = 1e-12
 LAYOUTS = {
     "dp=2 zero=0": 2, "dp=2 zero=1 microbatches=2": 2, "dp=2 zero=2": 2, "dp=2 zero=3": 2, "microbatches=4": 1,
     "tp=2": 2, "tp=2 sp=true": 2, "pp=2 microbatches=2": 2, "cp=2": 2, "recompute=full": 1, "recompute=selective": 1,
@@ -30,22 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def alone(folder: Path, family: str, kind: str) -> TrainedMixture:
     return train_mixture(ALONE, job_of_family(folder, family, BALANCES[kind]))
-
-
-def settings_of(layout: str) -> list[str]:
-    words = [word for word in layout.split() if not word.startswith("dp=")]
-    return [f"memory.{word}" if word.startswith("recompute") else f"layout.{word}" for word in words]
-
-
-def check_equal(result: TrainedMixture, expected: TrainedMixture) -> None:
-    assert worst_difference(result.trained, expected.trained) < TOLERANCE
-    assert len(result.experts) == len(expected.experts) == len(expected.trained.losses)
-    for ours, theirs in zip(result.experts, expected.experts, strict=True):
-        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=TOLERANCE)
-        assert [layer.loads for layer in ours.layers] == [layer.loads for layer in theirs.layers]
-        assert [layer.entropy for layer in ours.layers] == pytest.approx([e.entropy for e in theirs.layers], rel=1e-12)
-    for name, buffer in result.buffers.items():
-        assert torch.equal(buffer, expected.buffers[name]), name
 
 
 def is_refused(family: str, kind: str, layout: str) -> bool:

@@ -90,6 +90,31 @@ def test_a_rank_keeps_what_is_predicted(ranks: Ranks, tmp_path: Path, world: int
         assert StepMemory.from_json(json.loads(json.dumps(memory.as_json()))) == memory
 
 
+EXPERTS = "model.experts={count=8, per_token=2, hidden=224, shared=1}"
+LIMITED = "model.experts={count=8, per_token=3, hidden=96, scores='sigmoid', capacity=1.1, drop='last'}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((EXPERTS, "memory.recompute=selective"), id="selective"),
+        *(
+            pytest.param(each, marks=pytest.mark.proof)
+            for each in (
+                (EXPERTS,),
+                (LIMITED,),
+                (LIMITED, "memory.recompute=full"),
+                (EXPERTS, "precision.recipe=bf16", "precision.emulate=true"),
+                (EXPERTS, "model.adapters={rank=4, targets=['*attention*']}"),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", [["layout.zero=2"], pytest.param(["layout.zero=3"], marks=pytest.mark.proof)])
+def test_mixtures_of_experts(ranks: Ranks, tmp_path: Path, layout: list[str], settings: tuple[str, ...]) -> None:
+    check_job(ranks, tmp_path, 2, *layout, *settings)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "every-k"])
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Ranks at stage 3 train a model under a limit of their data that its complete weights would exceed."""
 
-import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from data_limit import data_bytes, data_limit
 from environment import uncounted
 from motet.cluster.host_limits import keep_freed_memory
 from motet.core.text_files import to_toml
@@ -44,22 +43,6 @@ def settings_of(layout: str, layers: int, *more: str) -> list[str]:
 def weight_bytes(job: Job) -> int:
     assert isinstance(job.model, DecoderSettings)
     return 4 * spec_from_settings(job.model).parameter_count
-
-
-def data_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmData:\s*(\d+) kB", status)[0]) << 10
-
-
-@contextmanager
-def data_limit(limit: float) -> Iterator[None]:
-    """Inside, the process may have no more bytes of data."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(limit), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def train_within(group: RankGroup, job: Job, folder: str, fractions: tuple[float, float]) -> tuple[int, int]:

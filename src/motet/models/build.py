@@ -43,6 +43,7 @@ from motet.models.settings import (
     ModelSettings,
     TransformerSettings,
     UserModuleSettings,
+    check_can_be_trained,
 )
 from motet.models.user_module import (
     DataRequirements,
@@ -95,6 +96,7 @@ def build_module(
 ) -> nn.Module:
     """The module with arbitrary values, on torch's current default device and dtype. With `on_meta`, a user's
     parameters may be without memory, and weights are not loaded."""
+    check_can_be_trained(settings)
     if checkpoint := checkpoint or _open_hf_checkpoint(settings):
         return hf_model.build_hf_model(checkpoint, load_weights=not on_meta)
     if isinstance(settings, UserModuleSettings):

@@ -4,19 +4,6 @@ A mode replaces every dropout of a module while it runs. The site is the block t
 the dropout within it, so a rank that has some blocks only draws their masks, and a block that is recomputed in backward
 draws its masks again. Other random numbers follow from (seed, step, first row): the same after resuming, but not on
 another layout.
-
-Dropout masks as a function of a key for each row and of the index of an element in the row.
-
-The hash of an element needs no other element, so a part of a row has the mask that it has in the whole row. It is
-integer arithmetic modulo 2^32, which has the same bits on every device:
-
-    x = index * 0x9E3779B1 + low half of the key
-    x = (x ^ x >> 16) * 0x7FEB352D + high half of the key
-    x = (x ^ x >> 15) * 0x846CA68B
-    keep the element if x, as a signed number, is at least p * 2^32 - 2^31
-
-These are the rounds of the hash lowbias32 without its last shift, which only low bits need. Where the index is 2^32 or
-more, its high half makes another key.
 """
 
 from collections import Counter
@@ -25,8 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod, sqrt
-from typing import Any, NamedTuple, cast
+from math import sqrt
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,118 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
+from motet.models.dropout_mask import Spans, draw_mask, where_kept
 from motet.models.mode_in_backward import BACKWARDS, backward_in_mode
 from motet.models.torch_private import is_active_mode, is_in_backward, softmax_or_zeros
 from motet.models.user_module import find_blocks
 
-Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
 # Shape of a row on this rank -> its shape in the complete model, and the spans of each dimension here.
 RowSplit = Callable[[tuple[int, ...]], tuple[tuple[int, ...], Spans]]
-
-_INDEX_FACTOR, _HIGH_INDEX_FACTOR = 0x9E3779B1, 0x85EBCA6B
-_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))  # (shift, factor as a signed number)
-_CPU_CHUNK, _DEVICE_CHUNK = 2**16, 2**24  # Elements that are hashed together; those of a CPU's thread fit its cache
-
-
-def draw_mask(
-    keys: Sequence[int], shape: Sequence[int], p: float, *, spans: Spans | None = None, device: torch.device
-) -> Tensor:
-    """Whether each element is kept, [rows, *shape], for rows of this shape that have one 63-bit key each.
-
-    With `spans`, it draws only a rank's part: along each dimension, the elements of these spans.
-    """
-    local_shape = tuple(shape) if spans is None else tuple(sum(stop - start for start, stop in s) for s in spans)
-    keep = torch.empty((len(keys), prod(local_shape)), dtype=torch.bool, device=device)
-    smallest_kept = round(p * 2**32) - 2**31
-    if smallest_kept >= 2**31 or keep.numel() == 0:
-        return keep.fill_(False).view(len(keys), *local_shape)
-    uses_cache = device.type in ("cpu", "meta")
-    columns = max(1, (_CPU_CHUNK * torch.get_num_threads() if uses_cache else _DEVICE_CHUNK) // len(keys))
-    first, indices = _local_indices(shape, spans, keep)
-    for where, products, start in _chunks(first, indices, keep, columns=columns):
-        keep[:, where] = _hashes(keys, products, start) >= smallest_kept
-    return keep.view(len(keys), *local_shape)
-
-
-def hash_indices(key: int, indices: Tensor) -> Tensor:
-    """32 bits for each index, as int32, of which the upper ones are the more random."""
-    products = _products(indices) + _products((indices >> 32) * _HIGH_INDEX_FACTOR)
-    return _mix(products, torch.tensor(key % 2**32).to(torch.int32), torch.tensor(key >> 32).to(torch.int32))
-
-
-def _hashes(keys: Sequence[int], products: Tensor, start: int) -> Tensor:
-    """[rows, elements]; `products` are those of the first factor with the index, counted from `start`."""
-    if start >> 32:
-        keys = [derive_seed(key, start >> 32) for key in keys]
-    halves = [[(key + start * _INDEX_FACTOR) % 2**32, key >> 32] for key in keys]
-    low, high = torch.tensor(halves).to(torch.int32).to(products.device, non_blocking=True).T.unsqueeze(-1)
-    return _mix(products, low, high)
-
-
-def _mix(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    for half, (shift, factor) in zip((low, high), _ROUNDS, strict=True):
-        x = x + half
-        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)  # without copies of the sign
-    return x
-
-
-def _local_indices(shape: Sequence[int], spans: Spans | None, keep: Tensor) -> tuple[int, Tensor | None]:
-    """The index of the first local element; and those of all, unless they are consecutive in the row."""
-    if spans is None:
-        return 0, None
-    first = last = 0
-    for length, dim_spans in zip(shape, spans, strict=True):
-        first, last = first * length + dim_spans[0][0], last * length + dim_spans[-1][1] - 1
-    if last - first + 1 == keep.shape[1] and all(len(dim_spans) == 1 for dim_spans in spans):
-        return first, None
-    indices = torch.zeros((), dtype=torch.int64, device=keep.device)
-    for length, dim_spans in zip(shape, spans, strict=True):
-        along = torch.cat([torch.arange(start, stop, device=keep.device) for start, stop in dim_spans])
-        indices = indices.unsqueeze(-1) * length + along
-    return 0, indices.flatten()
-
-
-def _chunks(
-    first: int, indices: Tensor | None, keep: Tensor, *, columns: int
-) -> Iterator[tuple[slice | Tensor, Tensor, int]]:
-    """Local elements whose indices have the same high half: where they are, products for `_hashes`, and its `start`."""
-    count = keep.shape[1]
-    if indices is None:
-        products, stop = _products(torch.arange(min(columns, count), device=keep.device)), 0
-        while (start := stop) < count:
-            stop = min(start + columns, count, start + 2**32 - (first + start) % 2**32)
-            yield slice(start, stop), products[: stop - start], first + start
-        return
-    highs = indices >> 32
-    lowest, highest = int(highs.min()), int(highs.max())
-    for high in range(lowest, highest + 1):
-        all_here = torch.arange(count, device=keep.device) if lowest == highest else (highs == high).nonzero().flatten()
-        for where in all_here.split(columns):
-            yield where, _products(indices[where]), high << 32
-
-
-def _products(indices: Tensor) -> Tensor:
-    return (indices * _INDEX_FACTOR).to(torch.int32)  # the low half of 64 bits
-
-
-class _WhereKept(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, keep: Tensor) -> Tensor:
-        return x * keep
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # torch.func needs it
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return where_kept(grad, *ctx.saved_tensors), None
-
-
-def where_kept(x: Tensor, keep: Tensor) -> Tensor:
-    """x, or 0 where it is not kept. Backward keeps only the mask, one byte for each element."""
-    return cast(Tensor, _WhereKept.apply(x, keep))  # type: ignore[no-untyped-call]  # untyped in torch
-
 
 # Set by code that splits activations over ranks. Shapes of rows are without the dimension of rows.
 row_split: ContextVar[RowSplit | None] = ContextVar("row_split", default=None)
@@ -159,15 +41,21 @@ class TokenPart(NamedTuple):
     spans: Sequence[tuple[int, int]]  # (first, stop) of its places
 
     def in_rows(self, shape: tuple[int, ...], spans: Spans | None) -> tuple[tuple[int, ...], Spans]:
-        """The shape of a whole row, and the spans of this rank, from those of its part of the row. The tokens are along
-        the first dimension that is as long as the part."""
-        here = sum(stop - first for first, stop in self.spans)
+        """The shape of a whole row, and the spans of this rank, from those of its part of the row. Tokens are along the
+        dimension after rows, or together with them: the proof of a layout runs parts of several lengths, so that no
+        other dimension has their length by chance."""
+        here, dim = sum(stop - first for first, stop in self.spans), int(shape[0] == 1)
         spans = [[(0, length)] for length in shape] if spans is None else [*spans]
-        if here in shape:
-            dim = shape.index(here)
-            spans[dim] = [place for pair in spans[dim] for place in places_in_spans(self.spans, *pair)]
-            shape = (*shape[:dim], self.tokens, *shape[dim + 1 :])
-        return shape, spans
+        if set(shape[dim : dim + 1]) <= {1}:  # The same for all tokens
+            return shape, spans
+        check_input(
+            shape[dim : dim + 1] == (here,),
+            f"dropout on a tensor of which each row has the shape {list(shape[dim:])}, on a rank with {here} tokens of "
+            "each row: masks follow tokens along the dimension after rows alone; apply dropout to [rows, tokens, ...], "
+            "or set it to 0",
+        )
+        spans[dim] = [place for pair in spans[dim] for place in places_in_spans(self.spans, *pair)]
+        return (*shape[:dim], self.tokens, *shape[dim + 1 :]), spans
 
 
 def places_in_spans(spans: Sequence[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -187,11 +75,6 @@ _active_mode: ContextVar["LayoutInvariantDropoutMode | None"] = ContextVar("layo
 def active_dropout_mode() -> "LayoutInvariantDropoutMode | None":
     """The mode that draws the masks of the code that runs in this thread."""
     return _active_mode.get()
-
-
-def is_dropout_layout_invariant() -> bool:
-    """Whether a mode draws the masks of the code that runs in this thread."""
-    return _active_mode.get() is not None
 
 
 def repeatable_dropout() -> Callable[[], AbstractContextManager[None]]:

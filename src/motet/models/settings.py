@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from motet.core.config_loading import FilePathText, FrozenSettings
-from motet.core.errors import check_input, names_matching
+from motet.core.errors import InputError, check_input, names_matching
 
 NormKind = Literal["rms", "layer"]
 MAX_LAYERS = 1024  # A plan has values for each layer
@@ -168,7 +168,7 @@ class LatentAttentionSettings(FrozenSettings):
     query_rank: Annotated[int, Field(ge=1)] | None = None
     """The length of the vector from which queries come; they come from the hidden state when not given."""
     key_value_rank: Annotated[int, Field(ge=1)]
-    rotary_head_dim: Annotated[int, Field(ge=1)]
+    rotary_head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     """Components of each query head and of the key that all heads share, which are rotated."""
     plain_head_dim: Annotated[int, Field(ge=1)]
     value_head_dim: Annotated[int, Field(ge=1)]
@@ -273,23 +273,6 @@ class DecoderSettings(TransformerSettings):
             raise ValueError("model.balance balances the load of experts; give [model.experts], or leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _latent_attention_fits(self) -> "DecoderSettings":
-        if self.latent_attention is None:
-            return self
-        replaced = {
-            "positions": self.positions != "rotary",
-            "kv_heads": self.kv_heads not in (None, self.heads),
-            "query_key_norm": self.query_key_norm,
-            "rotary_fraction": self.rotary_fraction != 1,
-        }
-        for name in (name for name, is_set in replaced.items() if is_set):
-            raise ValueError(
-                f"model.{name} = {getattr(self, name)!r} does not fit model.latent_attention, whose heads have a "
-                "rotated part, share one rotated key and have no norms; leave it out"
-            )
-        return self
-
 
 class EncoderSettings(TransformerSettings):
     """BERT: a bidirectional encoder with a masked-token head or a classification head."""
@@ -348,3 +331,20 @@ class UserModuleSettings(TrainableParameterSettings):
 ModelSettings = Annotated[
     DecoderSettings | EncoderSettings | EncoderDecoderSettings | UserModuleSettings, Field(discriminator="family")
 ]
+
+
+def check_can_be_trained(settings: ModelSettings) -> None:
+    """Raise for a model that can be planned alone."""
+    if not isinstance(settings, DecoderSettings) or settings.latent_attention is None:
+        return
+    replaced = {
+        "positions": settings.positions != "rotary",
+        "kv_heads": settings.kv_heads not in (None, settings.heads),
+        "query_key_norm": settings.query_key_norm,
+        "rotary_fraction": settings.rotary_fraction != 1,
+    }
+    for name in (name for name, is_set in replaced.items() if is_set):
+        raise InputError(
+            f"model.{name} = {getattr(settings, name)!r} does not fit model.latent_attention, whose heads have a "
+            "rotated part, share one rotated key and have no norms; leave it out"
+        )

@@ -33,6 +33,7 @@ class ConsoleSink(Callback):
         self._folder, self._screen = folder, screen or stdout_console()
         self._start: events.RunStarted | None = None
         self._first_step: events.StepDone | None = None
+        self._experts: events.ExpertsMeasured | None = None
         self._drawn_at, self._twentieths_done = -math.inf, 0
         self._live: Live | None = None
         self._exit_stack = ExitStack()
@@ -50,6 +51,8 @@ class ConsoleSink(Callback):
             self._print(checkpoint_line(self._start, self._folder))
         last = self._start.last_step
         line = step_line(event, last, seconds_left(self._first_step, event, last))
+        if self._experts is not None and self._experts.step == event.step:
+            line = f"{line}  {experts_text(self._experts)}"
         if self._live is None:
             self._print(line)
             return
@@ -61,6 +64,9 @@ class ConsoleSink(Callback):
         if twentieths_done > self._twentieths_done or event.skipped:
             self._twentieths_done = twentieths_done
             self._screen.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
+
+    def on_experts(self, event: events.ExpertsMeasured) -> None:
+        self._experts = event  # A part of the line of its step
 
     def on_recomputation(self, event: events.RecomputationChosen) -> None:
         self._print(
@@ -161,6 +167,13 @@ def step_line(event: events.StepDone, last_step: int, left_s: float) -> str:
         "" if event.server is None else parameter_server_text(event.server),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def experts_text(event: events.ExpertsMeasured) -> str:
+    """The layer of a mixture whose loads differ most, and the assignments that limits dropped."""
+    worst, dropped = event.worst, sum(layer.dropped for layer in event.layers)
+    lost = f", {dropped:,} dropped" if dropped else ""
+    return f"fullest expert {worst.max_over_mean:.2f} x mean in {worst.name}{lost}"
 
 
 def parameter_server_text(stats: events.ParameterServerStepStats) -> str:

@@ -146,6 +146,10 @@ class EventDispatcher:
         self._unreported_step = None if is_reported else event  # it is reported if it turns out to be the last
         self._advance_profiler(event.step + 1)
 
+    def is_reported(self, step: int) -> bool:
+        """Whether somebody gets the events of a step, whatever happens in it."""
+        return bool(self._callbacks) and self._is_due(step)
+
     def _is_due(self, step: int) -> bool:
         """Whether a step is reported, whatever happens in it."""
         assert self._start is not None, "events begin with RunStarted"

@@ -104,6 +104,8 @@ class StepDone(_RunEventBase):
     tokens: int
     """Tokens that the model has read in this step, on all ranks."""
     learning_rate: float
+    balance_loss: float | None = None
+    """The part of `loss` that balances the experts of a mixture."""
     grad_norm: float | None = None
     """The global norm before clipping."""
     skipped: bool = False
@@ -209,6 +211,34 @@ class NumericsMeasured(_RunEventBase):
     """With fp16, the first gradient in the backward of a sum of losses: `loss_scale` / targets, as a power of two. Both
     kinds of gradients are counted with this factor."""
     tensors: tuple[TensorNumerics, ...]
+
+
+class RoutedLayerLoads(StoredRecord):
+    """The routing of one layer of a mixture of experts in a step, on all ranks."""
+
+    name: str
+    """The name of the module that has the experts and their router."""
+    loads: tuple[int, ...]
+    """Assignments of tokens to each expert, before any is dropped."""
+    max_over_mean: float
+    """The largest load over the mean; 1 where all are equal."""
+    dropped: int = 0
+    """Assignments that a limit of each expert dropped."""
+    entropy: float
+    """The mean over tokens of the entropy of their scores, in nats; ln(experts) where a router prefers none."""
+
+
+class ExpertsMeasured(_RunEventBase):
+    """The loads of the experts of a mixture in a reported step, before its update."""
+
+    event: Literal["experts_measured"] = "experts_measured"
+    step: int
+    layers: tuple[RoutedLayerLoads, ...]
+
+    @property
+    def worst(self) -> RoutedLayerLoads:
+        """The layer whose loads differ most."""
+        return max(self.layers, key=lambda layer: layer.max_over_mean)
 
 
 class EvaluationDone(_RunEventBase):
@@ -331,6 +361,7 @@ _EventInStep = (
     | GradientsOverflowed
     | RecomputationChosen
     | NumericsMeasured
+    | ExpertsMeasured
     | EvaluationDone
     | CheckpointStarted
     | CheckpointSaved

@@ -23,6 +23,7 @@ from motet.monitor.events import (
     EVENTS_FILE,
     EvaluationDone,
     Event,
+    ExpertsMeasured,
     RunEnded,
     RunStarted,
     StepDone,
@@ -47,6 +48,9 @@ class Callback:
     def on_overflow(self, event: events.GradientsOverflowed) -> None: ...
     def on_recomputation(self, event: events.RecomputationChosen) -> None: ...
     def on_numerics(self, event: events.NumericsMeasured) -> None: ...
+    def on_experts(self, event: events.ExpertsMeasured) -> None:
+        """Every `monitor.every` steps of a mixture of experts, before `on_step`."""
+
     def on_evaluation(self, event: events.EvaluationDone) -> None: ...
     def on_checkpoint_started(self, event: events.CheckpointStarted) -> None: ...
     def on_checkpoint(self, event: events.CheckpointSaved) -> None: ...
@@ -67,6 +71,7 @@ _METHODS: dict[type[events.Event], str] = {
     events.GradientsOverflowed: "on_overflow",
     events.RecomputationChosen: "on_recomputation",
     events.NumericsMeasured: "on_numerics",
+    events.ExpertsMeasured: "on_experts",
     events.EvaluationDone: "on_evaluation",
     events.CheckpointStarted: "on_checkpoint_started",
     events.CheckpointSaved: "on_checkpoint",
@@ -128,6 +133,7 @@ class SummarySink(Callback):
 
 _STEP_SCALARS = {
     "train/loss": "loss",
+    "train/balance_loss": "balance_loss",
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "learning_rate",
     "train/loss_scale": "loss_scale",
@@ -137,6 +143,9 @@ _STEP_SCALARS = {
     "speed/mfu": "mfu",
     "memory/peak_bytes": "memory_bytes",
 }
+
+
+_CELL_PIXELS = 8  # The width and height of a cell in a heat map
 
 
 class TensorBoardSink(Callback):
@@ -154,6 +163,19 @@ class TensorBoardSink(Callback):
     def on_step(self, event: StepDone) -> None:
         self._add(step_scalars(event), event)
 
+    def on_experts(self, event: ExpertsMeasured) -> None:
+        """A heat map with a row of cells for each layer: black for no tokens, white for twice the mean or more."""
+        import numpy as np
+
+        self._add({"experts/max_over_mean": event.worst.max_over_mean}, event)
+        cells = np.zeros((len(event.layers), max(len(layer.loads) for layer in event.layers)), dtype=np.uint8)
+        for row, layer in zip(cells, event.layers, strict=True):
+            loads = np.asarray(layer.loads, dtype=np.float64)
+            row[: len(loads)] = np.rint(255 * (loads / max(loads.mean(), 1.0) / 2).clip(0, 1))
+        assert self._writer is not None, "events begin with RunStarted"
+        image = cells.repeat(_CELL_PIXELS, 0).repeat(_CELL_PIXELS, 1)
+        self._writer.add_image("experts/load", image, event.step, event.time, dataformats="HW")
+
     def on_evaluation(self, event: EvaluationDone) -> None:
         self._add(evaluation_scalars(event), event)
 
@@ -165,7 +187,7 @@ class TensorBoardSink(Callback):
         if self._writer is not None:
             self._writer.close()
 
-    def _add(self, scalars: dict[str, float], event: StepDone | EvaluationDone) -> None:
+    def _add(self, scalars: dict[str, float], event: StepDone | ExpertsMeasured | EvaluationDone) -> None:
         assert self._writer is not None, "events begin with RunStarted"
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, event.step, event.time)
@@ -194,6 +216,9 @@ class WandbSink(Callback):
 
     def on_step(self, event: StepDone) -> None:
         self._run.log(step_scalars(event), step=event.step)
+
+    def on_experts(self, event: ExpertsMeasured) -> None:
+        self._run.log({"experts/max_over_mean": event.worst.max_over_mean}, step=event.step)
 
     def on_evaluation(self, event: EvaluationDone) -> None:
         self._run.log(evaluation_scalars(event), step=event.step)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from motet.collectives.algorithms import find_algorithm
 from motet.core.config_loading import FilePathText, FrozenSettings, did_you_mean, parse_value, settings_from_dict
 from motet.core.errors import InputError, check_input
-from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
+from motet.parallel.context_parallel.context_partition import ContextOrder, ContextParallelKind, ContextSplit
 from motet.parallel.data_parallel.data_sharding import (
     BucketOwners,
     DataParallelSharding,
@@ -26,8 +26,6 @@ from motet.parallel.parameter_server.server_settings import ParameterServerSetti
 from motet.parallel.pipeline.pipeline_schedule import PipelineSchedule
 from motet.parallel.pipeline.schedules import SCHEDULES, find_schedule
 from motet.parallel.tensor_parallel.split_regions import LayerSplit
-
-ContextParallelKind = Literal["ring", "all-to-all", "all-gather"]
 
 
 class LayoutSettings(FrozenSettings):
@@ -206,11 +204,6 @@ class Layout:
         return self.cp > 1
 
     @property
-    def exchanging_heads(self) -> int:
-        """The ranks of context parallelism that exchange tokens for heads; 1 where none do."""
-        return self.cp if self.cp_kind == "all-to-all" else self.cp_inner
-
-    @property
     def zero(self) -> int:
         return self.sharding.zero
 
@@ -233,13 +226,9 @@ class Layout:
         return self.dims.coordinates(rank)["dp"]
 
     @property
-    def head_ranks(self) -> int:
-        """Neighbours that exchange a part of the tokens for a part of the heads inside of attention."""
-        return self.cp if self.cp_kind == "all-to-all" else self.cp_inner
-
-    def context_partition(self, tokens: int) -> ContextPartition:
-        """The places of rows of `tokens` tokens on the ranks of context parallelism."""
-        return ContextPartition(tokens, self.cp, self.cp_order)
+    def context(self) -> ContextSplit:
+        """The way in which ranks of context parallelism share each row."""
+        return ContextSplit(self.cp, self.cp_order, self.cp_kind, self.cp_inner)
 
     def replica_layout(self) -> "Layout":
         """The layout of one independent replica."""
@@ -316,7 +305,7 @@ def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> lis
     microbatches = microbatches_of_data_rank(layout.sharding, layout.data_rank(rank), batch_sequences)
     if layout.cp == 1:
         return microbatches
-    part = RowPart(layout.context_partition, layout.dims.coordinates(rank)["cp"])
+    part = RowPart(layout.context, layout.dims.coordinates(rank)["cp"])
     return [microbatch._replace(part=part) for microbatch in microbatches]
 
 

@@ -77,17 +77,15 @@ class ModelInventory:
 
 def inventory_of_spec(spec: ModelSpec) -> ModelInventory:
     """The parameters of a model that is known by its sizes, in the optimizer groups of the default settings."""
-    tensors, blocks = [], 0
+    tensors, blocks = list[TensorInfo](), 0
     for block in spec.blocks:
         is_block = "{i}" in block.prefix
         for i, repetition in enumerate(block.parameters_by_repetition()):
             block_id = blocks + i if is_block else None
-            tensors += [
-                TensorInfo(
-                    p.name, p.shape, "float32", "trained" if p.is_trained else "frozen", len(p.shape) < 2, (), block_id
-                )
-                for p in repetition
-            ]
+            for p in repetition:
+                kind: TensorKind = "trained" if p.is_trained else "frozen"
+                is_vector = len(p.shape) < 2 or (p.active_fraction < 1 and len(p.shape) == 2)  # Or one of each expert
+                tensors.append(TensorInfo(p.name, p.shape, "float32", kind, is_vector, (), block_id))
         blocks += block.repeat if is_block else 0
     return ModelInventory(tuple(tensors))
 

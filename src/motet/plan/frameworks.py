@@ -52,7 +52,7 @@ class MemoryConstants:
     live_parameters: float = 0.0  # Most parameters that stage 3 keeps gathered; 0: those of a block and the next
     shard_copy_bytes: float = 0.0  # Copy of each element that a rank updates, where sums of gradients are in 16 bits
     # Saved tensors that a framework does not keep, by how their name ends
-    left_out: tuple[str, ...] = field(default=("ffn.experts.result", "attention.causal_mask"))
+    left_out: tuple[str, ...] = field(default=("ffn.experts.result", "ffn.experts.stops", "attention.causal_mask"))
     weights_inside_experts: bool = False  # Activations of experts are weighted, not their results
     gradients_twice: bool = False  # Gradients of a backward are kept in the compute dtype next to their sums
     # Tensors that pipeline stages keep beyond inputs. DeepSpeed keeps the parts of outputs that its ranks of tensor

@@ -3,8 +3,8 @@ A custom loop calls `parallelize`, then `step` or the parts of a step. Jobs use 
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
 from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
+from motet.parallel.context_parallel.gathered_rows import RowRanks, join_row_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.data_parallel.composite import CompositeDataParallel
 from motet.parallel.data_parallel.flat_parameters import BroadcastValues
@@ -89,6 +90,7 @@ class TrainingEngine:
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     context: ContextRanks | None = None  # Ranks that share each row with this one
+    row_ranks: RowRanks | None = None  # Ranks from which limits of rows gather tokens
     balance: ExpertBalance | None = None  # The routers of a mixture of experts
     data_rank: int = 0  # Ranks of a custom loop with the same data rank read the same batches
     data_ranks: int = 1
@@ -119,9 +121,12 @@ class TrainingEngine:
         """A context for the forward and the backward of rows, in which the routers of a mixture count them."""
         return nullcontext() if self.balance is None else self.balance.rows(rows)
 
-    def attention_of(self, batch: Batch) -> AbstractContextManager[None]:
+    @contextmanager
+    def attention_of(self, batch: Batch) -> Iterator[None]:
         """A context for the forward and the backward of a batch, which may be a part of each row."""
-        return nullcontext() if self.context is None else self.context.attention_of(batch)
+        rows = self.row_ranks.rows_of(batch) if self.row_ranks else nullcontext()
+        with rows, self.context.attention_of(batch) if self.context else nullcontext():
+            yield
 
     def reports(self, metric: str) -> bool:
         """Whether the number of this rank is added to a sum over the ranks; others have the same number."""
@@ -197,7 +202,7 @@ class TrainingEngine:
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
             )
-        broadcast_buffers(self.module, self.module_part_group)
+        broadcast_buffers(self.module, self.module_part_group, with_loads=False)
         self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
         scaler = self.optimizer.loss_scaler
         self.backward_scale = scaler.backward_scale if scaler else 1.0
@@ -409,7 +414,6 @@ def build_engine(
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)
-        context = join_context_ranks(layout, step_group, module)
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
@@ -437,7 +441,8 @@ def build_engine(
         learning_rate=settings.optimizer.learning_rate,
         outer_optimizer=make_outer(module, parameters, replicas) if replicas else None,
         pipeline=make_pipeline(module, plan, parameters, group=step_group),
-        context=context,
+        context=join_context_ranks(layout, step_group, module),
+        row_ranks=join_row_ranks(layout, step_group, module),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
     )

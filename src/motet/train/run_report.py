@@ -9,7 +9,7 @@ from motet.cluster.device_clock import DeviceClock
 from motet.cluster.local_device import discover_device, peak_memory_bytes, slow_matmul_warnings
 from motet.core.units import DTYPE_BYTES
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
-from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
+from motet.monitor.events import ExpertsMeasured, RoutedLayerLoads, RunStarted, StepDone, TextSampled, WarningIssued
 from motet.monitor.sinks import Callback
 from motet.parallel.process.process_group import ranks_on_this_host
 from motet.precision.numerics import numerics_remark
@@ -120,6 +120,7 @@ class RunReport:
             target_tokens=result.targets,
             tokens=result.tokens,
             learning_rate=result.learning_rate,
+            balance_loss=result.experts and result.experts.loss_sum / (result.targets or 1.0),
             grad_norm=result.grad_norm,
             skipped=not result.is_finite,
             loss_scale=result.loss_scale,
@@ -130,6 +131,12 @@ class RunReport:
             epoch=self.parts.data.epoch_at(done),
             server=result.server_work,
         )
+        if result.experts is not None and self.monitor.is_reported(done):
+            layers = tuple(
+                RoutedLayerLoads(**layer._asdict(), max_over_mean=layer.max_over_mean)
+                for layer in result.experts.layers
+            )
+            self.monitor.on_event(ExpertsMeasured(step=done, layers=layers))
         for event in (step_done, result.overflow, result.recomputation, result.numerics):
             if event is not None:
                 self.monitor.on_event(event)

@@ -11,6 +11,8 @@ from motet.core.batch import Batch
 Kind = Literal[
     "plain",
     "dropout",
+    "dropout of heads",
+    "dropout of all tokens",
     "bidirectional",
     "convolution",
     "mean",
@@ -41,6 +43,8 @@ class AttentionBlock(nn.Module):
         x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
         if self.kind == "dropout":
             x = F.dropout(x, 0.2, self.training)
+        if self.kind == "dropout of all tokens":
+            x = x * F.dropout(torch.ones_like(x[:, :1]), 0.2, self.training)
         return x - x.mean(1, keepdim=True) if self.kind == "late mean" else x
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,6 +59,8 @@ class AttentionBlock(nn.Module):
                 return attend(q, k, v)
             case "dropout":
                 return attend(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+            case "dropout of heads":
+                return attend(F.dropout(q, 0.2, self.training), k, v, is_causal=True)
             case "flat heads":
                 return attend(*(x.flatten(0, 1) for x in (q, k, v)), is_causal=True).view_as(q)
             case _:

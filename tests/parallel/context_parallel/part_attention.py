@@ -15,12 +15,17 @@ from motet.core.trace import install_sink
 from motet.models.arch.attention_core import AttentionExchange, ScoreOptions, attend, attention_exchange
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, repeatable_dropout
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel import attention_blocks as blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
-from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
+from motet.parallel.context_parallel.attention_exchange import ContextAttention, ContextGroup
 from motet.parallel.context_parallel.context_bytes import sent_bytes
-from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
-from motet.parallel.layout import ContextParallelKind
+from motet.parallel.context_parallel.context_partition import (
+    ContextOrder,
+    ContextParallelKind,
+    ContextPartition,
+    ContextSplit,
+)
 from motet.parallel.process.process_group import RankGroup, new_process_group
 from on_ranks import Counter
 
@@ -148,7 +153,7 @@ def _outcome(group: RankGroup, case: Case) -> Outcome:
     context = make_group(group, case)
     index = torch.tensor([i for span in context.partition.spans(group.rank) for i in range(*span)])
     counter, at_mark = Counter(), dict[str, float]()
-    token = attention_exchange.set(Marked(context_attention(context, documents), counter, at_mark))
+    token = attention_exchange.set(Marked(ContextAttention(context, documents), counter, at_mark))
     try:
         with (
             install_sink(counter),
@@ -172,11 +177,9 @@ def _outcome(group: RankGroup, case: Case) -> Outcome:
     wire = at_mark.get("wire", 0), counter.counts.get("wire", 0) - at_mark.get("wire", 0)
     promised = sent_bytes(
         case.call,
-        context.partition,
+        ContextSplit(group.world, case.order, case.kind, case.inner),
         group.rank,
-        kind=case.kind,
-        inner=case.inner,
-        rows=ROWS,
+        shape=MicroBatchShape(ROWS, case.tokens),
         itemsize=case.dtype.itemsize,
     )
     sent = (int(kinds[0]), int(kinds[1]))

@@ -88,7 +88,7 @@ def test_families_with_packed_documents_and_windows(
         assert {(call.key_heads, call.key_dim, call.value_dim) for call in calls} == {(2, 8, 8)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout", "bidirectional"])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "dropout of all tokens", "bidirectional"])
 def test_modules_of_a_user(kind: Kind) -> None:
     calls = proof_of_decoder(kind)
     assert [call.module for call in calls] == ["blocks.0", "blocks.1"]
@@ -105,6 +105,7 @@ def test_modules_of_a_user(kind: Kind) -> None:
         ("counts", r"positions \(Embedding\) gets other indices, such as positions that its caller counts, for a part"),
         ("gradient", r"the gradients of embedding.weight are not those of whole rows: relative difference"),
         ("mask", r"blocks.0 \(AttentionBlock\): it gives attention a mask of shape \[29, 29\]"),
+        ("dropout of heads", r"each row has the shape \[2, 15, 8\], on a rank with 15 tokens"),
         ("flat heads", r"blocks.0 \(AttentionBlock\): its queries, keys and values are \[4, 29, 8\]"),
     ],
 )

@@ -7,13 +7,19 @@ from typing import Any
 import pytest
 
 from motet.core.errors import InputError
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility, TileLimits
 from motet.parallel.context_parallel.context_bytes import ring_spans, sent_bytes
-from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition, Spans
+from motet.parallel.context_parallel.context_partition import (
+    ContextOrder,
+    ContextParallelKind,
+    ContextPartition,
+    ContextSplit,
+    Spans,
+)
 from motet.parallel.context_parallel.head_split import HeadSplit
 from motet.parallel.context_parallel.ring_schedule import RingSchedule
-from motet.parallel.layout import ContextParallelKind
 
 VISIBILITIES = [PlaceVisibility(causal, window) for causal in (True, False) for window in (None, 1, 5, 40)]
 
@@ -114,12 +120,11 @@ def test_key_heads_go_to_each_rank_that_shares_them(query_heads: int, key_heads:
 def test_sent_bytes() -> None:
     """Numbers by hand: 12 tokens, 4 query heads and 2 key heads of 8 elements, 3 rows of float64."""
     call = AttentionCall("attention", 4, 2, 8, 8, causal=True)
-    contiguous = ContextPartition(12, 4, "contiguous")
     token = 3 * 8 * 2 * 16  # Keys and values of a token of 3 rows
 
     def sent(kind: ContextParallelKind, inner: int = 1, **changes: Any) -> list[tuple[int, int]]:
-        changed = replace(call, **changes)
-        return [sent_bytes(changed, contiguous, rank, kind=kind, inner=inner, rows=3, itemsize=8) for rank in range(4)]
+        changed, context = replace(call, **changes), ContextSplit(4, "contiguous", kind, inner)
+        return [sent_bytes(changed, context, rank, shape=MicroBatchShape(3, 12), itemsize=8) for rank in range(4)]
 
     assert sent("all-gather") == [(9 * token, 18 * token)] * 4
     # Rank r passes on the keys of ranks 0..r to the next one; the last rank returns the gradients.

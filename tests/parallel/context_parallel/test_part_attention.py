@@ -8,7 +8,7 @@ import torch
 from motet.core.errors import InputError
 from motet.models.arch.attention_core import ScoreOptions
 from motet.models.arch.attention_mask import AttentionMask
-from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
+from motet.parallel.context_parallel.attention_exchange import ContextAttention, ContextGroup
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
 from motet.parallel.context_parallel.context_partition import ContextPartition
 from motet.parallel.process.process_group import RankGroup
@@ -83,4 +83,4 @@ def test_what_an_exchange_refuses(queries: int, keys: int, mask: AttentionMask, 
     context = ContextGroup(ContextPartition(16, 2, "head-tail"), 0, group, "ring")
     q, k = torch.zeros(1, 4, queries, 8), torch.zeros(1, 4, keys, 8)
     with pytest.raises(InputError, match=problem):
-        context_attention(context, None).attend(q, k, k, mask=mask, options=ScoreOptions(1.0, dropout=dropout))
+        ContextAttention(context, None).attend(q, k, k, mask=mask, options=ScoreOptions(1.0, dropout=dropout))

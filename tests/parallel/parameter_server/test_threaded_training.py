@@ -68,7 +68,7 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 def plan_of(module: nn.Module, servers: int) -> ParameterSlicingPlan:
     named = dict(module.named_parameters())
-    groups = group_parameters(named, SETTINGS)
+    groups = group_parameters(module, SETTINGS)
     sizes = {name: (g, named[name].numel()) for g, members in enumerate(groups.values()) for name in members}
     buckets = build_buckets({name: sizes[name] for name in named}, 1, 1000, first_max_numel=500)
     return ParameterSlicingPlan(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))

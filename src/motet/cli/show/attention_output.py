@@ -9,7 +9,6 @@ from motet.core.units import format_bytes
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
 from motet.parallel.context_parallel.context_bytes import fullest_share
-from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.step_plan.attention_traffic import AttentionComm, attention_comms, sent_attention_bytes
 from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import Job
@@ -19,20 +18,21 @@ from motet.train.job_step_plan import recomputed_blocks
 def attention_report(job: Job, plan: StepPlan, shape: MicroBatchShape) -> dict[str, Any] | None:
     """The communication of the first rank inside of attention, and the parts of each row; None if ranks have whole
     rows. Neighbouring calls that send alike are one entry."""
-    if plan.dims.size(CONTEXT_DIMENSION) == 1:
+    if plan.context.ranks == 1:
         return None
-    recipe, partition = job.precision.resolved, plan.context_partition(shape.length)
+    recipe, context = job.precision.resolved, plan.context
+    partition = context.partition(shape.length)
     comms = attention_comms(plan, shape, recipe, rank=0)
     visible = {PlaceVisibility.in_call(call) for call in plan.model_sharding.attention}
     return {
-        "kind": plan.context_kind,
-        "inner": plan.context_inner,
-        "order": plan.context_order,
+        "kind": context.kind,
+        "inner": context.inner,
+        "order": context.order,
         "tokens": shape.length,
         "spans_by_rank": partition.spans_by_rank,
         "calls": [_entry(list(alike)) for _, alike in groupby(comms, key=_what_is_sent)],
         "sent_bytes": sent_attention_bytes(plan, shape, recipe, rank=0, recomputed=recomputed_blocks(job, plan)),
-        "fullest_share": max((fullest_share(partition, each, plan.head_ranks) for each in visible), default=1.0),
+        "fullest_share": max((fullest_share(partition, each, context.head_ranks) for each in visible), default=1.0),
     }
 
 
@@ -41,15 +41,8 @@ def _what_is_sent(comm: AttentionComm) -> tuple[object, ...]:
 
 
 def _entry(alike: list[AttentionComm]) -> dict[str, Any]:
-    first = alike[0]
-    return {
-        "modules": [each.module for each in alike],
-        "forward": first.forward,
-        "backward": first.backward,
-        "forward_bytes": first.forward_bytes,
-        "backward_bytes": first.backward_bytes,
-        "ranks": first.ranks,
-    }
+    names = ("forward", "backward", "forward_bytes", "backward_bytes", "ranks")
+    return {"modules": [each.module for each in alike], **{name: getattr(alike[0], name) for name in names}}
 
 
 def attention_lines(report: dict[str, Any]) -> Iterator[OutputLine]:

@@ -306,7 +306,7 @@ def _plan_report(plan: StepPlan, layout: Layout, job: Job) -> dict[str, Any]:
                 "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.dims.ranks).values()),
                 **places.bytes_of(rank % plan.dims.ranks),
                 "rows": [[part.start, part.stop] for part in parts],
-                "places": plan.context_partition(shape.length).spans(coordinates.get(CONTEXT_DIMENSION, 0)),
+                "places": plan.context.partition(shape.length).spans(coordinates.get(CONTEXT_DIMENSION, 0)),
             }
             for rank, parts, coordinates in (
                 (rank, plan.rows_by_rank[rank], plan.dims.coordinates(rank % plan.dims.ranks)) for rank in ranks

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.models.arch.attention_mask import AttentionMask
-from motet.models.arch.layers import accumulation_dtype
+from motet.models.arch.layers import accumulation_dtype, kernel_device
 from motet.models.torch_private import is_amx_supported, softmax_backward, softmax_or_zeros
 
 QUERIES_PER_BLOCK = 128
@@ -76,14 +76,24 @@ def _attend_locally(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, opt
         return attend_by_scores(q, k, v, bias=bias, options=options)
     if options.dropout == 0 and is_amx_faster(q, k, bias):
         return tiled_attention(q, k, v, bias, causal=is_causal, scale=options.scale)
-    groups = q.shape[1] // k.shape[1]
+    groups, value_dim = q.shape[1] // k.shape[1], v.shape[3]
+    if kernel_device(q) == "cpu" and value_dim != k.shape[3] and options.dropout == 0:
+        # The fused kernel of a CPU takes values of the size of keys alone; without it, all probabilities are kept.
+        size = max(value_dim, k.shape[3])
+        q, k, v = (_lengthened(x, size) for x in (q, k, v))
     if groups > 1 and bias is not None and q.is_cuda:
         # Assumed from its sources, not tried: the kernel that takes a bias does not take groups.
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     causal = is_causal and bias is None
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         q, k, v, bias, options.dropout, causal, scale=options.scale, enable_gqa=groups > 1
     )
+    return output if output.shape[3] == value_dim else output[..., :value_dim]
+
+
+def _lengthened(x: Tensor, size: int) -> Tensor:
+    """[R, h, T, D] -> [R, h, T, size], with zeros; in the layout of the projections, [R, T, h, size]."""
+    return x if x.shape[3] == size else F.pad(x.transpose(1, 2), (0, size - x.shape[3])).transpose(1, 2)
 
 
 def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, options: ScoreOptions) -> Tensor:

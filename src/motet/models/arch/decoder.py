@@ -10,6 +10,7 @@ from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import causal_mask, places_in_row
 from motet.models.arch.key_value_cache import KeyValueCache
+from motet.models.arch.latent_attention import LatentAttention
 from motet.models.arch.layers import RotaryEmbedding, build_norm
 from motet.models.arch.loss import LogitsProjection
 from motet.models.arch.mixture.mixture_of_experts import MixtureOfExperts
@@ -89,20 +90,26 @@ class CausalDecoder(nn.Module):
 
 
 def _build_block(s: DecoderSettings, layer: int) -> PreNormBlock:
-    attention = SelfAttention(
-        s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
-    )
     experts = s.experts_of(layer)
     ffn = FeedForward(s, bias=s.has_ffn_bias) if experts is None else MixtureOfExperts(s, experts)
-    return PreNormBlock(s, attention, ffn, norm_bias=s.has_norm_bias, has_cross=False)
+    return PreNormBlock(s, _build_attention(s), ffn, norm_bias=s.has_norm_bias, has_cross=False)
+
+
+def _build_attention(s: DecoderSettings) -> nn.Module:
+    if s.latent_attention is not None:
+        return LatentAttention(s, s.latent_attention)
+    return SelfAttention(
+        s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
+    )
 
 
 def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:
     if s.positions != "rotary":
         return None
-    dims, scaling = int(s.dim_per_head * s.rotary_fraction), s.rope_scaling
+    scaling, latent = s.rope_scaling, s.latent_attention
+    dims = latent.rotary_head_dim if latent else int(s.dim_per_head * s.rotary_fraction)
     check_input(
-        not (s.dim_per_head % 2 or dims % 2 or dims == 0),
+        latent or not (s.dim_per_head % 2 or dims % 2 or dims == 0),
         f"model.rotary_fraction = {s.rotary_fraction} rotates {dims} components of model.head_dim = {s.dim_per_head}, "
         "but rotary positions rotate pairs; make both numbers even and above 0",
     )

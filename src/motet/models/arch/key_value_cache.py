@@ -10,7 +10,7 @@ from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
 
 @dataclass
 class LayerCache:
-    """Keys, already rotated, and values of one attention layer: [R, capacity, kv heads, D] each."""
+    """Keys, already rotated, and values of one attention layer: [R, capacity, kv heads, D or Dv]."""
 
     capacity: int
     length: int = 0
@@ -18,10 +18,9 @@ class LayerCache:
     values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of further tokens [R, T, kv heads, D]; return those of all tokens."""
+        """Keep the keys and values of further tokens [R, T, kv heads, D or Dv]; return those of all tokens."""
         if self.keys is None or self.values is None:
-            shape = (keys.shape[0], self.capacity, *keys.shape[2:])
-            self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
+            self.keys, self.values = (x.new_empty(x.shape[0], self.capacity, *x.shape[2:]) for x in (keys, values))
         stop = self.length + keys.shape[1]
         self.keys[:, self.length : stop], self.values[:, self.length : stop] = keys, values
         self.length = stop

@@ -164,7 +164,10 @@ def apply_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
     dims = 2 * rotations.shape[-1]
     if dims < heads.shape[-1]:
         return torch.cat((apply_rotary(heads[..., :dims], rotations), heads[..., dims:]), -1)
-    rotated = torch.view_as_complex(heads.to(accumulation_dtype(heads)).unflatten(-1, (-1, 2))) * rotations
+    pairs = heads.to(accumulation_dtype(heads)).unflatten(-1, (-1, 2))
+    if pairs.storage_offset() % 2 or any(stride % 2 for stride in pairs.stride()[:-1]):  # A part of odd heads
+        pairs = pairs.contiguous()
+    rotated = torch.view_as_complex(pairs) * rotations
     return torch.view_as_real(rotated).flatten(-2).to(heads.dtype)
 
 

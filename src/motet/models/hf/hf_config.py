@@ -40,7 +40,7 @@ ACTIVATIONS = pairs(
 
 # Kinds of keys; all others are integers of at least 1.
 _ACTIVATION_KEYS = frozenset({"hidden_act", "activation_function"})
-_BOOLEAN_KEYS = frozenset({"tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"})
+_BOOLEAN_KEYS = frozenset({"tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"})
 _OPTIONAL_KEYS = frozenset(
     {"head_dim", "num_key_value_heads", "sliding_window", "q_lora_rank", "n_inner", "num_decoder_layers"}
 )
@@ -48,6 +48,7 @@ _ZERO_KEYS = frozenset({"max_window_layers", "n_shared_experts", "first_k_dense_
 # Validated by the settings.
 _EPS_KEYS = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"})
 _NUMBER_KEYS = _EPS_KEYS | {"initializer_range", "resid_pdrop", "hidden_dropout_prob", "dropout_rate"}
+_NUMBER_KEYS |= {"routed_scaling_factor"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,13 @@ _LATENT_ATTENTION = (
     "query_rank=q_lora_rank key_value_rank=kv_lora_rank rotary_head_dim=qk_rope_head_dim "
     "plain_head_dim=qk_nope_head_dim value_head_dim=v_head_dim"
 )
-_EXPERTS = "count=n_routed_experts per_token=num_experts_per_tok hidden=moe_intermediate_size shared=n_shared_experts"
+_EXPERTS = (
+    "count=n_routed_experts per_token=num_experts_per_tok hidden=moe_intermediate_size shared=n_shared_experts "
+    "normalize_weights=norm_topk_prob groups=n_group groups_per_token=topk_group weight_scale=routed_scaling_factor"
+)
+_QWEN_EXPERTS = (
+    "count=num_experts per_token=num_experts_per_tok hidden=moe_intermediate_size normalize_weights=norm_topk_prob"
+)
 LLAMA3_ROPE_KEYS = pairs(
     "factor=factor low_frequency_factor=low_freq_factor high_frequency_factor=high_freq_factor "
     "original_context=original_max_position_embeddings"
@@ -179,6 +186,8 @@ def _deepseek_values(c: ConfigValues) -> dict[str, Any]:
     """The main model; transformers leaves out the module that predicts further tokens too."""
     latent, experts = c.read_all(_LATENT_ATTENTION), c.read_all(_EXPERTS)
     experts["first_dense_layers"] = min(c.read("first_k_dense_replace"), c.read("num_hidden_layers"))
+    experts["scores"] = c.values["scoring_func"]
+    c.check("scoring_func", experts["scores"] == "sigmoid", "models of this kind have 'sigmoid'")
     # `head_dim` is the rotated part of a head here, and keys are not shared by heads.
     heads = {"head_dim": latent["plain_head_dim"], "kv_heads": c.read("num_attention_heads")}
     return {"latent_attention": latent, "experts": experts, **heads}
@@ -227,6 +236,8 @@ FAMILIES: dict[str, ConfigFamily] = {
             **table(SIZES, 129280, 7168, 18432, 61, 128, 4096),
             **table("moe_intermediate_size n_shared_experts n_routed_experts num_experts_per_tok", 2048, 1, 256, 8),
             **table("first_k_dense_replace q_lora_rank kv_lora_rank", 3, 1536, 512),
+            **table("n_group topk_group routed_scaling_factor", 8, 4, 2.5),
+            **table("norm_topk_prob scoring_func", True, "sigmoid"),
             **table("qk_rope_head_dim qk_nope_head_dim v_head_dim", 64, 128, 128),
         },
         (*LLAMA_READERS, _deepseek_values),
@@ -383,7 +394,7 @@ def _qwen3_moe_values(c: ConfigValues) -> dict[str, Any]:
     is_start = isinstance(plain, list) and all(layer in plain for layer in range(len(plain)))
     c.check("mlp_only_layers", is_start, "sizes are known where these are the first layers")
     c.check("decoder_sparse_step", c.values.get("decoder_sparse_step", 1) == 1, "sizes are known for 1")
-    experts = c.read_all("count=num_experts per_token=num_experts_per_tok hidden=moe_intermediate_size")
+    experts = c.read_all(_QWEN_EXPERTS)
     window = window_values(c) if c.read("use_sliding_window") else {}
     return {"experts": {**experts, "first_dense_layers": len(plain)}, "query_key_norm": True, **window}
 

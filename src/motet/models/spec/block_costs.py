@@ -1,9 +1,8 @@
 """Costs of the blocks of the three architectures, in the order of a forward.
 All that blocks keep for each token, and that no region of heads or inner width splits, is part of the stream, which
-sequence parallelism splits. Latent attention and experts, which are not written yet, are assumed to follow the same
-rules.
+sequence parallelism splits.
 
-Costs of the layers in models/arch/attention_and_feed_forward.py.
+Costs of the layers in models/arch/attention_and_feed_forward.py, latent_attention.py and mixture/.
 A tensor that two layers keep is counted once: a linear layer or norm counts its input, attention its queries, keys and
 values, a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
 count as one tensor. Ranks split queries, keys and values by heads, a feed-forward network by its inner width, embedding
@@ -378,7 +377,8 @@ def _causal_attention(s: DecoderSettings, key_dim: int, value_dim: int, *saved: 
 
 
 def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec:
-    """A router, and experts of which each token visits a few; shared experts are one wider network for all tokens."""
+    """A router, and experts of which each token visits a few; shared experts are one wider network for all tokens.
+    Tensors of experts are in the order of experts. Their results are kept, because they are weighted."""
     count, per_token, inner, gates = experts.count, experts.per_token, experts.hidden, 2 if s.gated else 1
     fraction, up, down = Fraction(per_token, count), "ffn.experts.up", "ffn.experts.down"
     has_biases = variant_of(s).expert_biases
@@ -386,7 +386,11 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
         ParameterSpec(f"{up}.bias", (count, gates * inner), fraction),
         ParameterSpec(f"{down}.bias", (count, s.hidden), fraction),
     )
-    layer = LayerSpec(biases if has_biases else ()) + linear_spec("ffn.router", s.hidden, count, bias=has_biases)
+    kernel: BackwardKernel = "gated activation" if s.gated else "activation"
+    result = SavedActivation("ffn.experts.result", per_token * s.hidden, kernel="weighted sum", is_product=True)
+    inner_of_experts = SavedActivation("ffn.experts.inner", per_token * gates * inner, kernel=kernel, is_product=True)
+    is_result_enough = s.activation == "relu" and not s.gated
+    layer = LayerSpec(biases if has_biases else ()) + _router(s, experts, bias=has_biases)
     layer += LayerSpec(
         (
             ParameterSpec(up, (count, gates * inner, s.hidden), fraction),
@@ -397,24 +401,49 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
             MatmulSpec(down, inner, s.hidden, uses_per_token=per_token),
         ),
         (
-            SavedActivation("ffn.router.scores", count, dtype="wide"),
-            SavedActivation("ffn.router.chosen", per_token, dtype="int64"),
-            SavedActivation("ffn.router.weights", per_token, dtype="wide"),
-            # Tensors in the order of experts; the results are kept because they are weighted.
-            SavedActivation("ffn.experts.input", per_token * s.hidden),
-            SavedActivation("ffn.experts.result", per_token * s.hidden),
-            SavedActivation("ffn.experts.inner", per_token * (gates + 1) * inner),
+            SavedActivation(f"{up}.input", per_token * s.hidden, kernel="product"),
+            SavedActivation("ffn.experts.stops", count, "step", "int64"),
+            *(() if is_result_enough else (inner_of_experts,)),
+            SavedActivation(f"{down}.input", per_token * inner, kernel="product"),
+            result,
+            SavedActivation("ffn.order", per_token, dtype="int64"),
+            SavedActivation("ffn.weights", per_token, dtype="wide"),
         ),
     )
     if experts.shared:
-        width = experts.shared * inner
-        columns, rows = DimensionUnits("inner", (width,) * gates), DimensionUnits("inner", (width,))
-        layer += linear_spec("ffn.shared.up", s.hidden, gates * width, is_input_saved=True, columns=columns)
-        kernel: BackwardKernel = "gated activation" if s.gated else "activation"
-        inner_of_shared = SavedActivation("ffn.shared.inner", gates * width, split=columns, kernel=kernel)
-        layer += saved_spec(replace(inner_of_shared, is_product=True))
-        layer += linear_spec("ffn.shared.down", width, s.hidden, rows=rows)
+        layer += _shared_experts(s, experts.shared * inner)
     return layer + dropout_spec(s, "dropout.ffn", s.hidden)
+
+
+def _router(s: DecoderSettings, experts: MixtureOfExpertsSettings, *, bias: bool) -> LayerSpec:
+    """Scores of all experts and weights of the chosen ones, in float32 at least."""
+    count, per_token = experts.count, experts.per_token
+    router = linear_spec("ffn.router", s.hidden, count, bias=bias)
+    product = MatmulSpec("ffn.router.weight", s.hidden, count, result_dtype="wide", takes_adapter=False)
+    saved = [
+        SavedActivation("ffn.router.scores", count, dtype="wide"),
+        SavedActivation("ffn.router.chosen", per_token, dtype="int64"),
+    ]
+    if experts.normalize_weights:  # The scores of the chosen experts, and their sum
+        saved.append(SavedActivation("ffn.router.chosen_scores", per_token + 1, dtype="wide"))
+    if experts.capacity is not None:
+        saved.append(SavedActivation("ffn.router.dropped", per_token, dtype="bool"))
+    return replace(router, operations=(product,)) + saved_spec(*saved)
+
+
+def _shared_experts(s: DecoderSettings, width: int) -> LayerSpec:
+    """A feed-forward network for all tokens, which reads the input of the router."""
+    gates = 2 if s.gated else 1
+    columns, rows = DimensionUnits("inner", (width,) * gates), DimensionUnits("inner", (width,))
+    kernel: BackwardKernel = "gated activation" if s.gated else "activation"
+    inner = SavedActivation("ffn.shared.inner", gates * width, split=columns, kernel=kernel, is_product=True)
+    same_input = SavedActivation("ffn.shared.up.input", 0, kernel="product")  # Where backward computes its product
+    return (
+        linear_spec("ffn.shared.up", s.hidden, gates * width, is_input_saved=True, columns=columns)
+        + saved_spec(same_input)
+        + (LayerSpec() if s.activation == "relu" and not s.gated else saved_spec(inner))
+        + linear_spec("ffn.shared.down", width, s.hidden, rows=rows)
+    )
 
 
 # --- the encoder, and both stacks of the encoder-decoder -------------------------------------------

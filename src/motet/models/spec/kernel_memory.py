@@ -23,7 +23,7 @@ from motet.models.spec.layer_specs import (
 # and makes its activation; its backward has the gradients of its output, of both halves of its input, of their product,
 # and a copy of the gate.
 _TEMPORARIES: Mapping[BackwardKernel, int] = {
-    "gated activation": 3, "activation": 2, "norm": 2, "queries and keys": 2
+    "gated activation": 3, "activation": 2, "norm": 2, "queries and keys": 2, "weighted sum": 2
 }  # fmt: skip
 
 
@@ -51,7 +51,9 @@ def forward_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, s
         return _head_workspace(block, shape, dtype, splits_vocabulary=splits_vocabulary)
     gated = (tensor for tensor in block.layer.saved if tensor.kernel == "gated activation")
     results = (tensor.bytes(shape, dtype) // 2 for tensor in gated)  # Gate and up are one tensor
-    return max(2 * _bytes_of_stream(block, shape, dtype), *results, *_exchanged_in_forward(block, shape, dtype), 0)
+    stream = _bytes_of_stream(block, shape, dtype)
+    sums = (stream + tensor.bytes(shape, dtype) for tensor in block.layer.saved if tensor.kernel == "weighted sum")
+    return max(2 * stream, *results, *sums, *_exchanged_in_forward(block, shape, dtype), 0)
 
 
 def _exchanged_in_forward(block: BlockSpec, shape: MicroBatchShape, dtype: str) -> Iterator[int]:
@@ -72,7 +74,8 @@ def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, spl
     rows, entries = shape.count(head.per), head.out_features
     logits: int = next(even_row_slices(rows, LOGITS_BLOCK_BYTES // (width * entries))).stop
     chunks = [*even_row_slices(logits, SOFTMAX_CHUNK_BYTES["cpu"] // (wide * entries))]
-    live_chunks = 1 if splits_vocabulary else min(len(chunks), 2)  # The chunk before is alive
+    # The chunk before is alive, and torch copies logits of a narrow dtype before their softmax
+    live_chunks = 1 if splits_vocabulary else min(len(chunks), 2) + (wide > width)
     features = shape.count("token") + (rows if head.per == "target" else 0)
     scaled = logits * head.in_features * width  # Bytes of rows times their weights
     return (
@@ -127,9 +130,12 @@ def _moment_of_product(
     width, stream = DTYPE_BYTES[dtype], _bytes_of_stream(block, shape, dtype)
     tokens = shape.part_of_sequence(product.sequence_ranks).count(product.per)
     gathered = stream * (block.input is not None and block.input.bytes(shape, dtype) < stream)
-    grad_output = gathered if product.sums_outputs else tokens * product.out_features * width
-    workspace = stream + grad_output + tokens * product.in_features * width
-    grad_weight = product.in_features * product.out_features * width * product.weight_gradient
+    visits = tokens * product.uses_per_token
+    grad_output = gathered if product.sums_outputs else visits * product.out_features * width
+    workspace = stream + grad_output + visits * product.in_features * width
+    matrix = product.in_features * product.out_features
+    numels = (each.numel for each in block.layer.parameters if each.name == product.parameter)  # All experts
+    grad_weight = next(numels, matrix) * width * product.weight_gradient
     return BackwardMoment(left, workspace, grad_weight, product.parameter.removesuffix(".weight"))
 
 

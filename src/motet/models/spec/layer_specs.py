@@ -31,7 +31,15 @@ SplitBy = Literal["none", "heads", "inner", "vocabulary", "stream"]
 # with a gate, the attention core (which reads its sums or probabilities), the kernels that make its queries and keys,
 # or the head that is fused with its loss, which kept gradients.
 BackwardKernel = Literal[
-    "other", "product", "norm", "activation", "gated activation", "attention", "queries and keys", "fused head"
+    "other",
+    "product",
+    "norm",
+    "activation",
+    "gated activation",
+    "attention",
+    "queries and keys",
+    "fused head",
+    "weighted sum",
 ]
 
 
@@ -142,6 +150,8 @@ class MatmulSpec:
     sequence_ranks: int = 1  # Ranks of which each computes its part of the tokens
     input_gradient: bool = True  # Backward computes it, but not where no parameter before the product is trained
     weight_gradient: bool = True  # Backward computes it, but not for a frozen weight
+    result_dtype: str = "compute"  # As in `SavedActivation`
+    takes_adapter: bool = True  # It is a linear layer, and no router
 
     @property
     def backward_products(self) -> int:
@@ -159,7 +169,7 @@ class MatmulSpec:
         is_sum = self.sums_outputs and self.split != WHOLE
         split = replace(STREAM, region=self.split.split_by) if is_sum else self.split
         name = self.parameter.removesuffix(".weight") + ".output"
-        return SavedActivation(name, self.out_features * self.uses_per_token, self.per, split=split)
+        return SavedActivation(name, self.out_features * self.uses_per_token, self.per, self.result_dtype, split)
 
     def can_split(self, ranks: int, *, is_fused: bool) -> bool:
         """Whether ranks can split it: gate and up in one product need a width that the ranks divide."""

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from motet.models.settings import TransformerSettings
+from motet.models.settings import (
+    DecoderSettings,
+    LatentAttentionSettings,
+    MixtureOfExpertsSettings,
+    TransformerSettings,
+)
 
 _LAYER_KEYS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "layers"),
@@ -81,6 +86,12 @@ class SmallSizes:
                 sizes[name] = min(size, limit)
         if self.entries is not None:
             sizes["vocab_size"] = small.width(model.vocab_size, self.entries, keeps_remainder=True)
+        if isinstance(model, DecoderSettings):
+            if model.experts is not None:
+                sizes["experts"] = _smaller_experts(model.experts, small, sizes).model_dump()
+            if model.latent_attention is not None:
+                latent = _smaller_latent_attention(model.latent_attention, small, sizes["hidden"])
+                sizes["latent_attention"] = latent.model_dump()
         return sizes
 
     def shrink_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +169,40 @@ class SmallSizes:
             if "attention_layers" in present:  # The kind of each layer
                 small["attention_layers"] = present["attention_layers"][: repeats * period]
         return small
+
+
+def _smaller_experts(
+    experts: MixtureOfExpertsSettings, small: "_Widths", sizes: Mapping[str, Any]
+) -> MixtureOfExpertsSettings:
+    """Fewer and narrower experts: a token leaves at least every second one of its groups, and each kind of layer
+    stays."""
+    in_groups = 2 * experts.per_token * experts.groups / (experts.groups_per_token or experts.groups)
+    return experts.model_copy(
+        update={
+            "count": small.width(experts.count, in_groups, step=experts.groups),
+            "hidden": small.width(experts.hidden, sizes["hidden"] / 4),
+            "first_dense_layers": min(experts.first_dense_layers, sizes["layers"] - 1),
+        }
+    )
+
+
+def _smaller_latent_attention(
+    latent: LatentAttentionSettings, small: "_Widths", hidden: int
+) -> LatentAttentionSettings:
+    """Short vectors, and small parts of heads; equal parts stay equal."""
+    rotary = small.width(latent.rotary_head_dim, 8)
+    plain, rank = small.width(latent.plain_head_dim, 8), latent.query_rank
+    return latent.model_copy(
+        update={
+            "query_rank": rank and small.width(rank, hidden / 2),
+            "key_value_rank": small.width(latent.key_value_rank, hidden / 4),
+            "rotary_head_dim": rotary,
+            "plain_head_dim": plain,
+            "value_head_dim": plain
+            if latent.value_head_dim == latent.plain_head_dim
+            else small.width(latent.value_head_dim, 8),
+        }
+    )
 
 
 def shrink_heads(heads: int, kv_heads: int, sizes: SmallSizes) -> tuple[int, int]:

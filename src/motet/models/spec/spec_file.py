@@ -29,7 +29,7 @@ class SpecFile:
 
 
 _ADAPTER = TypeAdapter(SpecFile)
-_FROM_ZERO = ("first_index", "split_dim")  # All other whole numbers are sizes
+_FROM_ZERO = ("first_index", "split_dim", "elements")  # All other whole numbers are sizes
 _DTYPES = ("compute", "wide", *DTYPE_BYTES)
 
 

@@ -24,8 +24,10 @@ from motet.models.spec.layer_specs import (
 )
 
 _ADAPTER = ".adapter_a", ".adapter_b"
+_STACKED = ".experts.up", ".experts.down"  # Weights of experts, which have the name of their layer
 # Layer -> the tensor that the activation before it saves, unless the activation's result is enough
 _ACTIVATION_BEFORE = {"ffn.down": "ffn.inner", "head": "pooler.output"}
+_ACTIVATION_BEFORE |= {"ffn.experts.down": "ffn.experts.inner", "ffn.shared.down": "ffn.shared.inner"}
 _Saved = SavedActivation | SavedAttentionMatrix
 _Part = TypeVar("_Part", bound=ParameterSpec | MatmulSpec | AttentionSpec | SavedActivation | SavedAttentionMatrix)
 
@@ -118,14 +120,16 @@ def is_read_by_blocks(tensor: _Saved) -> bool:
 
 def _layer_of(part: ParameterSpec | MatmulSpec | AttentionSpec | _Saved) -> str:
     """The layer that has a parameter, a product or a saved tensor."""
-    return (part.parameter if isinstance(part, MatmulSpec) else part.name).rpartition(".")[0]
+    name = part.parameter if isinstance(part, MatmulSpec) else part.name
+    is_stacked = isinstance(part, MatmulSpec | ParameterSpec) and name.endswith(_STACKED)
+    return name if is_stacked else name.rpartition(".")[0]
 
 
 def _linear_layers(block: BlockSpec) -> list[str]:
     """The linear layers, without a head that is fused with its loss."""
     products = [each for each in block.layer.operations if isinstance(each, MatmulSpec)]
     products = products[: -1 if block.has_fused_head else None]
-    return [_layer_of(each) for each in products if each.parameter.endswith(".weight")]
+    return [_layer_of(each) for each in products if each.parameter.endswith(".weight") and each.takes_adapter]
 
 
 def _with_adapters(block: BlockSpec, layers: Collection[str], rank: int) -> BlockSpec:
@@ -233,9 +237,11 @@ class _TrainedBlock:
 
     def _readers(self, product: MatmulSpec) -> Iterator[MatmulSpec]:
         """The later products that read the same input, if it has no other name."""
-        names = {tensor.name for tensor in self._block.layer.saved}
+        saved = (each for each in self._block.layer.saved if not isinstance(each, SavedActivation) or each.elements)
+        names = {tensor.name for tensor in saved}
         at = self._operations.index(product)
-        for other in self._operations[at + 1 :]:
+        later = () if product.parameter.endswith(_STACKED) else self._operations[at + 1 :]
+        for other in later:
             same = isinstance(other, MatmulSpec) and (other.in_features, other.per) == (
                 product.in_features,
                 product.per,

@@ -24,7 +24,7 @@ from motet.parallel.context_parallel.attention_tiles import (
     Span,
     TileLimits,
 )
-from motet.parallel.context_parallel.context_partition import Spans
+from motet.parallel.context_parallel.context_partition import Spans, shared_slices
 
 CUDA_HEAD_DIM = 256  # The largest one that the kernels of CUDA take
 
@@ -48,14 +48,10 @@ def pack_keys(k: Tensor, v: Tensor, spans: Spans) -> KeyBlock:
     return KeyBlock(torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous(), spans, k.shape[-1])
 
 
-def positions_in(spans: Spans, part: Span) -> slice:
-    """The positions of consecutive places in a tensor of the tokens of some spans."""
-    start = 0
-    for first, stop in spans:
-        if first <= part[0] and part[1] <= stop:
-            return slice(start + part[0] - first, start + part[1] - first)
-        start += stop - first
-    raise AssertionError(f"{part} is not within one of {spans}")
+def _positions(spans: Spans, part: Span) -> slice:
+    """The positions of places within one of some spans, in a tensor of their tokens."""
+    ((positions, _),) = shared_slices(spans, (part,))
+    return positions
 
 
 class AttendedPart(NamedTuple):
@@ -90,7 +86,7 @@ class BlockwiseAttention:
                 for heads, key_heads in self.groups:
                     where = (slice(None), slice(*heads), rows)
                     inputs = q[where], *(x[:, slice(*key_heads), columns] for x in (k, v))
-                    self._count(q.shape[0] * (heads[1] - heads[0]) * tile.pairs)
+                    trace.count("attention_pairs", q.shape[0] * (heads[1] - heads[0]) * tile.pairs)
                     merge_block(output[where], log_sum_exp[where], self._forward(inputs, tile, heads))
         return output, log_sum_exp
 
@@ -104,10 +100,11 @@ class BlockwiseAttention:
             for heads, key_heads in self.groups:
                 where, keys = (slice(None), slice(*heads), rows), (slice(None), slice(*key_heads), columns)
                 tile_part = AttendedPart(part.q[where], part.output[where], part.log_sum_exp[where])
-                self._count(part.q.shape[0] * (heads[1] - heads[0]) * tile.pairs)
+                trace.count("attention_pairs", part.q.shape[0] * (heads[1] - heads[0]) * tile.pairs)
                 gradients = self._backward(grad[where], tile_part, (k[keys], v[keys]), tile=tile, heads=heads)
                 for total, addend in zip((grad_q[where], grad_k[keys], grad_v[keys]), gradients, strict=True):
                     total.add_(addend)
+                del gradients, addend  # Freed before those of the next tile are there
         return packed
 
     # --- tiles -------------------------------------------------------------------------------------------
@@ -119,7 +116,7 @@ class BlockwiseAttention:
             for key_span in keys:
                 tiles = self.visible.tiles(query_span, key_span, limits)
                 for tile in tiles if q.device.type != "cpu" else self._within_documents(tiles, limits):
-                    yield tile, positions_in(self.queries, tile.queries), positions_in(keys, tile.keys)
+                    yield tile, _positions(self.queries, tile.queries), _positions(keys, tile.keys)
 
     def _within_documents(self, tiles: Iterator[AttentionTile], limits: TileLimits) -> Iterator[AttentionTile]:
         """The tiles without those of other documents; a tile within one document of each row has the mask of places."""
@@ -160,11 +157,6 @@ class BlockwiseAttention:
         places = [torch.arange(*span, device=q.device) for span in (tile.queries, tile.keys)]
         dtype = q.dtype if is_fused else accumulation_dtype(q)
         return rows.block(*places).dense(*map(len, places), dtype=dtype, device=q.device)
-
-    @staticmethod
-    def _count(pairs: int) -> None:
-        """Report pairs of query and key of a head that are computed."""
-        trace.count("attention_pairs", pairs)
 
     # --- one tile ----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from motet.core.errors import InputError, check_input
-from motet.models.arch.attention_core import AttentionExchange, ScoreOptions
+from motet.models.arch.attention_core import ScoreOptions
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.layout_invariant_dropout import AttentionDropout, AttentionPart, active_dropout_mode
 from motet.parallel.context_parallel.attention_blocks import (
@@ -25,12 +25,11 @@ from motet.parallel.context_parallel.attention_blocks import (
 )
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
 from motet.parallel.context_parallel.context_bytes import ring_spans
-from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
+from motet.parallel.context_parallel.context_partition import ContextParallelKind, ContextPartition, Spans
 from motet.parallel.context_parallel.head_exchange import HeadExchange
 from motet.parallel.context_parallel.head_split import HeadSplit
 from motet.parallel.context_parallel.key_exchange import GatheredKeys, KeyExchange, RingKeys
 from motet.parallel.context_parallel.ring_schedule import shared_ring_schedule
-from motet.parallel.layout import ContextParallelKind
 from motet.parallel.process.process_group import RankGroup
 
 
@@ -83,15 +82,12 @@ class ContextGroup:
         return RingKeys(schedule, self.group, self.neighbours, self.overlaps)
 
 
-def context_attention(group: ContextGroup, documents: Tensor | None) -> AttentionExchange:
-    """The exchange for one micro-batch. documents [R, T] of complete rows; None means that each row is one document."""
-    return _ContextAttention(group, documents)
-
-
 @dataclass(frozen=True, eq=False)
-class _ContextAttention:
+class ContextAttention:
+    """The exchange of one micro-batch, an AttentionExchange."""
+
     group: ContextGroup
-    documents: Tensor | None
+    documents: Tensor | None  # [R, T] of complete rows; None means that each row is one document
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks. Of the mask it reads `causal` and `window`."""

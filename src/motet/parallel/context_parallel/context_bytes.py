@@ -3,43 +3,33 @@ the exchanges follow."""
 
 from functools import lru_cache
 
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
-from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
+from motet.parallel.context_parallel.context_partition import ContextPartition, ContextSplit, Spans, count_tokens
 from motet.parallel.context_parallel.head_split import HeadSplit
-from motet.parallel.context_parallel.ring_schedule import count_tokens, shared_ring_schedule
-from motet.parallel.layout import ContextParallelKind
+from motet.parallel.context_parallel.ring_schedule import shared_ring_schedule
 
 
 def sent_bytes(
-    call: AttentionCall,
-    partition: ContextPartition,
-    rank: int,
-    *,
-    kind: ContextParallelKind,
-    inner: int = 1,
-    rows: int,
-    itemsize: int,
+    call: AttentionCall, context: ContextSplit, rank: int, *, shape: MicroBatchShape, itemsize: int
 ) -> tuple[int, int]:
     """Bytes that a rank of context parallelism sends in the forward and in the backward of a call of attention, for
-    rows of a micro-batch and elements of `itemsize` bytes. The call has the heads that the rank computes:
-    fewer than the model has under tensor parallelism. A forward that is computed again in backward sends again.
+    complete rows of this shape and elements of `itemsize` bytes. The call has the heads that the rank computes: fewer
+    than the model has under tensor parallelism. A forward that is computed again in backward sends again.
 
     An all-gather and a reduce-scatter count each rank's part, padded to the longest, once for every other rank.
     """
-    if partition.ranks == 1:
+    if context.ranks == 1:
         return 0, 0
-    element = rows * itemsize
-    if kind == "all-gather":
+    partition, element, inner = context.partition(shape.length), shape.rows * itemsize, context.head_ranks
+    if context.kind == "all-gather":
         token_size = element * call.key_heads * (call.key_dim + call.value_dim)
         gathered = (partition.ranks - 1) * partition.longest * token_size
         return gathered, 2 * gathered
-    if kind == "all-to-all":
-        inner = partition.ranks
     heads = HeadSplit(call.query_heads, call.key_heads, inner)
-    place = rank % inner
     forward, backward = _all_to_all_elements(call, partition, rank, heads=heads)
-    token_size = element * heads.key_counts[place] * (call.key_dim + call.value_dim)
+    token_size = element * heads.key_counts[rank % inner] * (call.key_dim + call.value_dim)
     keys, gradients = _ring_tokens(ring_spans(partition, inner), rank // inner, PlaceVisibility.in_call(call))
     return element * forward + token_size * keys, element * backward + token_size * (keys + gradients)
 
@@ -71,20 +61,22 @@ def fullest_share(partition: ContextPartition, visible: PlaceVisibility, head_ra
 def _all_to_all_elements(
     call: AttentionCall, partition: ContextPartition, rank: int, *, heads: HeadSplit
 ) -> tuple[int, int]:
-    """Elements of a row that a rank sends to the neighbours with which it exchanges tokens for heads."""
+    """Elements of a row that a rank sends to the neighbours with which it exchanges tokens for heads: in forward
+    inputs to their heads and outputs to their tokens, in backward the gradients of both, the other way."""
     place, first = rank % heads.ranks, rank - rank % heads.ranks
-    others = [other for other in range(heads.ranks) if other != place]
-    tokens, received = partition.length(rank), sum(partition.length(first + other) for other in others)
+    tokens = [partition.length(other) for other in range(first, first + heads.ranks)]
+    outputs = [call.value_dim * count for count in heads.query_counts]
+    inputs = [
+        call.key_dim * queries + (call.key_dim + call.value_dim) * keys
+        for queries, keys in zip(heads.query_counts, heads.key_counts, strict=True)
+    ]
 
-    def size_of_inputs(counts: tuple[int, int]) -> int:
-        return counts[0] * call.key_dim + counts[1] * (call.key_dim + call.value_dim)
+    def sent(widths: list[int], other_widths: list[int]) -> int:
+        """Elements to the heads of others, and to their tokens."""
+        to_heads, to_tokens = sum(widths) - widths[place], sum(tokens) - tokens[place]
+        return tokens[place] * to_heads + other_widths[place] * to_tokens
 
-    local_heads = heads.query_counts[place], heads.key_counts[place]
-    inputs = sum(size_of_inputs((heads.query_counts[other], heads.key_counts[other])) for other in others)
-    output = call.value_dim * local_heads[0]
-    forward = tokens * inputs + received * output
-    backward = tokens * call.value_dim * (call.query_heads - local_heads[0]) + received * size_of_inputs(local_heads)
-    return forward, backward
+    return sent(inputs, outputs), sent(outputs, inputs)
 
 
 def _ring_tokens(spans_by_rank: tuple[Spans, ...], rank: int, visible: PlaceVisibility) -> tuple[int, int]:

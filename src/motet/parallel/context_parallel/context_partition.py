@@ -1,6 +1,6 @@
 """The tokens of a row that each rank of context parallelism computes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -9,6 +9,7 @@ from typing import Literal
 from motet.models.spec.layer_specs import AttentionSpec
 
 ContextOrder = Literal["head-tail", "contiguous"]
+ContextParallelKind = Literal["ring", "all-to-all", "all-gather"]
 Spans = tuple[tuple[int, int], ...]  # (first, stop) of places in a row
 
 
@@ -45,12 +46,50 @@ class ContextPartition:
 
     def length(self, rank: int) -> int:
         """The number of tokens of a rank in each row."""
-        return sum(stop - first for first, stop in self.spans(rank))
+        return count_tokens(self.spans(rank))
 
     @cached_property
     def longest(self) -> int:
         """The most tokens that a rank has of a row."""
         return max(map(self.length, range(self.ranks)))
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """The way in which ranks share each row, and exchange keys and values."""
+
+    ranks: int = 1
+    order: ContextOrder = "head-tail"
+    kind: ContextParallelKind = "all-gather"
+    inner: int = 1  # Neighbours that exchange by all-to-all inside of a ring
+
+    @property
+    def head_ranks(self) -> int:
+        """Neighbours that exchange a part of the tokens for a part of the heads inside of attention; 1: none do."""
+        return self.ranks if self.kind == "all-to-all" else self.inner
+
+    def partition(self, tokens: int) -> ContextPartition:
+        """The places of rows with a number of tokens on the ranks."""
+        return ContextPartition(tokens, self.ranks, self.order)
+
+
+def count_tokens(spans: Spans) -> int:
+    """The number of tokens of some spans."""
+    return sum(stop - first for first, stop in spans)
+
+
+def shared_slices(spans: Spans, others: Spans) -> Iterator[tuple[slice, slice]]:
+    """Tokens that two lists of spans share: where they are in a tensor of the tokens of each list."""
+    start = 0
+    for first, stop in spans:
+        other_start = 0
+        for other_first, other_stop in others:
+            low, high = max(first, other_first), min(stop, other_stop)
+            if low < high:
+                here, other = low + start - first, low + other_start - other_first
+                yield slice(here, here + high - low), slice(other, other + high - low)
+            other_start += other_stop - other_first
+        start += stop - first
 
 
 def _joined(head: tuple[int, int], tail: tuple[int, int]) -> Spans:

@@ -9,7 +9,7 @@ from torch import nn
 from motet.core.batch import Batch
 from motet.models.attention_seams import AttentionSeams
 from motet.models.layout_invariant_dropout import TokenPart, token_part
-from motet.parallel.context_parallel.attention_exchange import ContextGroup, context_attention
+from motet.parallel.context_parallel.attention_exchange import ContextAttention, ContextGroup
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
@@ -26,7 +26,7 @@ class ContextRanks:
 
     def part_of(self, batch: Batch) -> Batch:
         """The part of a batch of whole rows that this rank computes."""
-        return batch.at_places(self.layout.context_partition(batch.tokens.shape[1]).spans(self.group.rank))
+        return batch.at_places(self.layout.context.partition(batch.tokens.shape[1]).spans(self.group.rank))
 
     @contextmanager
     def attention_of(self, batch: Batch) -> Iterator[None]:
@@ -36,12 +36,12 @@ class ContextRanks:
             yield
             return
         assert batch.row_tokens is not None
-        partition = self.layout.context_partition(batch.row_tokens)
+        partition = self.layout.context.partition(batch.row_tokens)
         ranks = ContextGroup(partition, self.group.rank, self.group, self.layout.cp_kind, self.inner)
         documents = batch.row_documents if self.seams.separate_documents else None
         part = token_part.set(TokenPart(batch.row_tokens, partition.spans(self.group.rank)))
         try:
-            with self.seams.exchanging(context_attention(ranks, documents)):
+            with self.seams.exchanging(ContextAttention(ranks, documents)):
                 yield
         finally:
             token_part.reset(part)

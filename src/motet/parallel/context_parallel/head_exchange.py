@@ -8,9 +8,8 @@ from torch import Tensor
 
 from motet.collectives.execute.api import all_to_all
 from motet.models.arch.layers import accumulation_dtype
-from motet.parallel.context_parallel.attention_blocks import positions_in
 from motet.parallel.context_parallel.attention_tiles import Span
-from motet.parallel.context_parallel.context_partition import Spans
+from motet.parallel.context_parallel.context_partition import Spans, count_tokens, shared_slices
 from motet.parallel.context_parallel.head_split import HeadSplit
 from motet.parallel.context_parallel.key_exchange import Direction, count_sent
 from motet.parallel.process.process_group import RankGroup
@@ -39,7 +38,7 @@ class HeadExchange:
         ranks, rank = self.group.world, self.group.rank
         sent = [[x[:, slice(*spans[to])] for x, spans in zip(tensors, heads, strict=True)] for to in range(ranks)]
         widths = [[_numel(x, spans[to]) for x, spans in zip(tensors, heads, strict=True)] for to in range(ranks)]
-        lengths = [sum(stop - first for first, stop in spans) for spans in self.spans_by_rank]
+        lengths = [*map(count_tokens, self.spans_by_rank)]
         sizes = [[length * sum(widths[to]) for to in range(ranks)] for length in lengths]
         parts = self._exchange(sent, sizes, direction)
         results = [
@@ -61,7 +60,7 @@ class HeadExchange:
         widths = [
             [_numel(x, spans[source]) for x, spans in zip(tensors, heads, strict=True)] for source in range(ranks)
         ]
-        lengths = [sum(stop - first for first, stop in spans) for spans in self.spans_by_rank]
+        lengths = [*map(count_tokens, self.spans_by_rank)]
         sizes = [[sum(widths[source]) * length for length in lengths] for source in range(ranks)]
         parts = self._exchange(sent, sizes, direction)
         results = [
@@ -85,13 +84,11 @@ class HeadExchange:
         return list(output.split(received))
 
     def _take_tokens(self, x: Tensor, rank: int) -> Tensor:
-        spans = self.spans_by_rank[rank]
-        return torch.cat([x[:, :, positions_in(self.all_spans, span)] for span in spans], 2)
+        return torch.cat([x[:, :, place] for place, _ in shared_slices(self.all_spans, self.spans_by_rank[rank])], 2)
 
     def _put_tokens(self, result: Tensor, tokens: Tensor, rank: int) -> None:
-        spans = self.spans_by_rank[rank]
-        for span in spans:
-            result[:, :, positions_in(self.all_spans, span)] = tokens[:, :, positions_in(spans, span)]
+        for place, here in shared_slices(self.all_spans, self.spans_by_rank[rank]):
+            result[:, :, place] = tokens[:, :, here]
 
 
 def _numel(x: Tensor, heads: Span) -> int:

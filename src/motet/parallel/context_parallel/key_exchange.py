@@ -4,7 +4,7 @@ Both communicate keys again in backward, and return the gradients of keys to the
 travel in the dtype of keys, and each rank adds its part in float32 or float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,9 +15,9 @@ from motet.collectives.execute.api import all_gather, reduce_scatter
 from motet.collectives.execute.program_runner import P2PBatch, P2PChannel, P2PTensor
 from motet.core import trace
 from motet.models.arch.layers import accumulation_dtype
-from motet.parallel.context_parallel.attention_blocks import KeyBlock, positions_in
-from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
-from motet.parallel.context_parallel.ring_schedule import RingSchedule, count_tokens
+from motet.parallel.context_parallel.attention_blocks import KeyBlock
+from motet.parallel.context_parallel.context_partition import ContextPartition, Spans, count_tokens, shared_slices
+from motet.parallel.context_parallel.ring_schedule import RingSchedule
 from motet.parallel.process.process_group import RankGroup
 
 KeyGradients = Callable[[KeyBlock], Tensor]  # Computes the gradients of a block by the queries of this rank
@@ -57,8 +57,8 @@ class GatheredKeys:
         gradients, longest = compute(self._gather(local, "backward")), self.partition.longest
         parts = local.packed.new_zeros(self.group.world, longest, *local.packed.shape[1:])
         for rank, part in enumerate(parts):
-            for span in self.partition.spans(rank):
-                part[positions_in(self.partition.spans(rank), span)] = gradients[slice(*span)]
+            for here, place in shared_slices(self.partition.spans(rank), ((0, self.partition.tokens),)):
+                part[here] = gradients[place]
         del gradients
         total = torch.empty_like(parts[0])
         count_sent("backward", parts.numel() - total.numel(), total.itemsize)
@@ -66,17 +66,23 @@ class GatheredKeys:
         return total[: len(local.packed)]
 
     def _gather(self, local: KeyBlock, direction: Direction) -> KeyBlock:
-        packed, ranks = local.packed, self.group.world
-        padded = packed.new_zeros(self.partition.longest, *packed.shape[1:])
-        padded[: len(packed)] = packed
-        parts = padded.new_empty(ranks, *padded.shape)
-        count_sent(direction, (ranks - 1) * padded.numel(), padded.itemsize)
-        all_gather(parts, padded, self.group)
-        rows = packed.new_empty(self.partition.tokens, *packed.shape[1:])
-        for rank, part in enumerate(parts):
-            for span in self.partition.spans(rank):
-                rows[slice(*span)] = part[positions_in(self.partition.spans(rank), span)]
+        packed = local.packed
+        count_sent(direction, (self.group.world - 1) * self.partition.longest * packed[0].numel(), packed.itemsize)
+        rows = gather_tokens(packed, self.partition, self.group)
         return KeyBlock(rows, ((0, self.partition.tokens),), local.key_dim)
+
+
+def gather_tokens(part: Tensor, partition: ContextPartition, group: RankGroup) -> Tensor:
+    """[t, ...] of this rank's tokens of a row -> [T, ...] of all tokens, in the order of the row."""
+    padded = part.new_zeros(partition.longest, *part.shape[1:])
+    padded[: len(part)] = part
+    parts = padded.new_empty(group.world, *padded.shape)
+    all_gather(parts, padded, group)
+    rows = part.new_empty(partition.tokens, *part.shape[1:])
+    for rank, gathered in enumerate(parts):
+        for here, place in shared_slices(partition.spans(rank), ((0, partition.tokens),)):
+            rows[place] = gathered[here]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -119,14 +125,12 @@ class RingKeys:
             if count_tokens(block.spans):
                 passing.add(_PassingGradients(compute(block), block.spans))
             messages.wait()
-            for target, addends in ((passing, arriving), (total, home)):
-                for addend in addends:
-                    target.add(addend)
-            sent = passing.packed.to(local.packed.dtype)
-            messages, arriving, home = self._send_gradients(hop, sent, local)
+            passing.add_all(arriving)
+            total.add_all(home)
+            # No name for what is sent, so that it lives only while it travels
+            messages, arriving, home = self._send_gradients(hop, passing.packed.to(local.packed.dtype), local)
         messages.wait()
-        for addend in home:
-            total.add(addend)
+        total.add_all(home)
         return total.packed
 
     def _hops(self, local: KeyBlock, direction: Direction) -> Iterator[tuple[int, KeyBlock, Callable[[], None]]]:
@@ -190,25 +194,22 @@ class _PassingGradients:
     packed: Tensor
     spans: Spans
 
+    def add_all(self, others: "Iterable[_PassingGradients]") -> None:
+        """Add the gradients of several parts. None of them has a name when this returns, and so stays in memory."""
+        for other in others:
+            self.add(other)
+
     def add(self, other: "_PassingGradients") -> None:
         """Add the gradients of the tokens that both have."""
-        start = other_start = 0
-        for (first, stop), (other_first, other_stop) in zip(self.spans, other.spans, strict=True):
-            low, high = max(first, other_first), min(stop, other_stop)
-            if low < high:
-                addend = other.packed[other_start + low - other_first : other_start + high - other_first]
-                self.packed[start + low - first : start + high - first].add_(addend)
-            start, other_start = start + stop - first, other_start + other_stop - other_first
+        for here, other_here in shared_slices(self.spans, other.spans):
+            self.packed[here].add_(other.packed[other_here])
 
 
 def _take_tokens(block: KeyBlock, spans: Spans) -> Tensor:
     """Keys of these places, a part of each span of a block."""
     if spans == block.spans:
         return block.packed
-    parts, start = [], 0
-    for (first, stop), part in zip(block.spans, spans, strict=True):
-        parts += [block.packed[start + part[0] - first : start + part[1] - first]] if part[0] < part[1] else []
-        start += stop - first
+    parts = [block.packed[here] for here, _ in shared_slices(block.spans, spans)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility, Span
-from motet.parallel.context_parallel.context_partition import Spans
+from motet.parallel.context_parallel.context_partition import Spans, count_tokens
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,6 @@ class RingSchedule:
 def shared_ring_schedule(spans_by_rank: tuple[Spans, ...], visible: PlaceVisibility) -> RingSchedule:
     """The same schedule for all layers whose keys are visible alike."""
     return RingSchedule(spans_by_rank, visible)
-
-
-def count_tokens(spans: Spans) -> int:
-    """The number of tokens of some spans."""
-    return sum(stop - first for first, stop in spans)
 
 
 def _joined(a: Spans, b: Spans) -> Spans:

@@ -6,7 +6,6 @@ partial sums are exchanged after each backward, so that no rank keeps an unshard
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.batch import Batch
 from motet.memory.policy_choice import Place
-from motet.parallel.context_parallel.context_partition import ContextPartition, Spans
+from motet.parallel.context_parallel.context_partition import ContextSplit, Spans
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
 
@@ -103,12 +102,12 @@ def _consecutive_groups(ranks: int, length: int) -> RankGroups:
 class RowPart(NamedTuple):
     """The part of each row that a rank of context parallelism computes."""
 
-    partition: Callable[[int], ContextPartition]  # The parts of rows with a number of tokens
+    context: ContextSplit
     rank: int  # Its index among the ranks that share each row
 
     def spans(self, tokens: int) -> Spans:
         """(First, stop) of the places of the part, in rows of a number of tokens."""
-        return self.partition(tokens).spans(self.rank)
+        return self.context.partition(tokens).spans(self.rank)
 
 
 class MicroBatchRows(NamedTuple):

@@ -28,7 +28,7 @@ from motet.collectives.shm_backend.transport.rendezvous import host_identity
 from motet.core.errors import InputError, MotetError, PeerFailedError, check_input
 from motet.models.user_module import find_blocks
 from motet.parallel.process.launch_environment import RankEnvironment, cpu_backend_name
-from motet.parallel.process.module_inventory import persistent_buffers
+from motet.parallel.process.module_inventory import load_buffers, persistent_buffers
 from motet.parallel.torch_private import new_named_process_group
 
 CpuBackend = Literal["auto", "motet", "gloo"]
@@ -306,10 +306,16 @@ def refuse_together(problem: str, group: RankGroup) -> None:
         raise PeerFailedError(f"rank {group.world - first} refuses the run; see its error")
 
 
-def broadcast_buffers(module: nn.Module, ranks: RankGroup, *, only_persistent: bool = True) -> None:
+def broadcast_buffers(
+    module: nn.Module, ranks: RankGroup, *, only_persistent: bool = True, with_loads: bool = True
+) -> None:
     """Give all ranks the first rank's buffers: there is one set of them in every step, evaluation and checkpoint.
-    Buffers that are not persistent are computed when a module is built; a rank may have them on the meta device."""
+    Buffers that are not persistent are computed when a module is built; a rank may have them on the meta device.
+    Ranks change buffers of loads together, so that they stay equal without this."""
+    skipped = set() if with_loads else set(load_buffers(module).values())
     for buffer in persistent_buffers(module).values() if only_persistent else module.buffers():
+        if buffer in skipped:
+            continue
         if buffer.is_meta and ranks.device.type != "meta":
             torch.utils.swap_tensors(buffer, torch.empty_like(buffer, device=ranks.device))
         if not buffer.is_contiguous():

@@ -37,15 +37,12 @@ from motet.parallel.proof.module_calls import CallObserver, ModuleCall, record_c
 from motet.parallel.proof.part_proof import (
     PartProposal,
     PartRun,
-    Site,
     compare_border_gradients,
+    compare_results,
     compare_values,
     explain_failing_part,
-    random_like,
 )
 from motet.parallel.proof.proof_values import random_values
-
-_OUTPUT = "attention"
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,10 @@ class _RowAttention:
         return attend(q, k, v, mask=rows, options=options)
 
 
-_ENTERS = BoundaryComm("", "input", "keys", "gather", CONTEXT_DIMENSION, 2)
-_LEAVES = BoundaryComm("", "output", "attention", "split", CONTEXT_DIMENSION, 2)
+_QUERIES, _KEYS, _VALUES = (
+    BoundaryComm("", "input", noun, "gather", CONTEXT_DIMENSION, 2) for noun in ("queries", "keys", "values")
+)
+_OUTPUT = BoundaryComm("", "output", "attention", "split", CONTEXT_DIMENSION, 2)
 
 
 class _ContextRun(PartRun):
@@ -117,7 +116,7 @@ class _ContextRun(PartRun):
         modules, proposal = dict(module.named_modules()), PartProposal((), adds_results=True)
         super().__init__(modules, proposal, ranks=1, rank=None if places is None else 0, reference=reference)
         self._attention, self._token_places, self._whole_run = attention, places, reference
-        self._outputs_of_attention, self._options = dict[Site, Tensor](), dict[Site, tuple[object, ...]]()
+        self._outputs_of_attention, self._options = list[Tensor](), list[tuple[object, ...]]()
         self._blocks, self.attention_calls = list(named_blocks(module)), list[AttentionCall]()
 
     def piece(self, x: Tensor, dim: int) -> Tensor:
@@ -134,40 +133,21 @@ class _ContextRun(PartRun):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
         """The output of the whole for the tokens of this part, where the graph begins again."""
-        self.passed = name = self.running[-1] if self.running else ""
-        number = self._sites[name, "input", "keys"]
-        self._sites[name, "input", "keys"] += 1
-        for noun, x in {"queries": q, "keys": k, "values": v}.items():
-            self._enter_attention(Site(name, "input", noun, number), x)
+        name = self.running[-1] if self.running else ""
+        for comm, x in ((_QUERIES, q), (_KEYS, k), (_VALUES, v)):
+            self.communicate(comm, name, x)
+        index = len(self.attention_calls)
         self.attention_calls.append(describe_call(name, (q, k, v), mask, blocks=self._blocks))
-        site = Site(name, "output", "attention", number)
-        self._options[site] = (mask.causal, mask.window, options.scale, options.softcap, options.dropout)
+        self._options.append((mask.causal, mask.window, options.scale, options.softcap, options.dropout))
         if self._whole_run is None:
             # An exchange draws the dropout of probabilities itself
             undropped = ScoreOptions(options.scale, options.softcap, options.sinks)
             with torch.no_grad():
-                output = self._attention.attend(q, k, v, mask=mask, options=undropped)
-        else:
-            output = self._whole_run._outputs_of_attention[site]
-            if self._options[site] != self._whole_run._options[site]:
-                raise ProofMismatchError(f"{name} attends by another mask or scale on a part", module=name)
-        self._outputs_of_attention[site], self.comms[site] = output, _LEAVES
-        self._leaves[site] = self.piece(output, 2).detach().requires_grad_()
-        return self._leaves[site].clone()
-
-    def _enter_attention(self, site: Site, x: Tensor) -> None:
-        self.values[site], self.comms[site] = x.detach(), _ENTERS
-        expected = x.detach()
-        if self._whole_run is not None:
-            if site not in self._whole_run.values:
-                raise ProofMismatchError(f"{site.module} calls attention more often on a part", module=site.module)
-            expected = self._whole_run.values[site]
-        if self.piece(expected, 2).shape != x.shape:
-            shapes = f"{list(x.shape)} in place of {list(self.piece(expected, 2).shape)}"
-            problem = f"the {site.argument} of {site.module} have another shape on a part: {shapes}"
-            raise ProofMismatchError(problem, module=site.module, progress=1)
-        if x.requires_grad:
-            self._roots.append((x, self.piece(random_like(expected, repr(site)), 2)))
+                self._outputs_of_attention.append(self._attention.attend(q, k, v, mask=mask, options=undropped))
+        elif self._options[index] != self._whole_run._options[index]:
+            raise ProofMismatchError(f"{name} attends by another mask or scale on a part", module=name)
+        outputs = (self._whole_run or self)._outputs_of_attention
+        return self.communicate(_OUTPUT, name, outputs[index].requires_grad_())
 
 
 def describe_call(
@@ -220,8 +200,8 @@ class _ContextProof:
         try:
             for rank in range(example.partition.ranks):
                 runs.append(run(rank, reference=reference))
-                _compare_inputs(runs[-1], reference)
-            compare_values(runs, reference)
+                compare_values(runs[-1:], reference)
+            compare_results(runs, reference)
         except ProofMismatchError as mismatch:
             calls = self._calls(run), self._calls(partial(run, rank, reference=reference))
             places = example.batch.at_places(example.partition.spans(rank)).places
@@ -318,14 +298,6 @@ class _ContextProof:
     def _noun(self, name: str) -> str:
         kind = type(self._modules[name]).__name__
         return f"{name} ({kind})" if name else f"the {kind}"
-
-
-def _compare_inputs(run: _ContextRun, reference: _ContextRun) -> None:
-    """Compare the queries, keys and values of a part, before those of other parts are known."""
-    for site, expected in reference.values.items():
-        if site not in run.values:
-            raise ProofMismatchError(f"{site.module} does not call attention on a part", module=site.module)
-        check_close(run.values[site], run.piece(expected, 2), f"the {site.argument} of {site.module} differ on a part")
 
 
 @dataclass(frozen=True)

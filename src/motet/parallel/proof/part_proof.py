@@ -19,6 +19,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from motet.models.arch.mixture.row_tokens import row_exchange
 from motet.models.layout_invariant_dropout import RowSplit, row_split
 from motet.models.torch_private import InterceptedFunctions
 from motet.parallel.model_sharding import (
@@ -131,6 +132,7 @@ class PartRun(CallObserver):
         self._outputs, self._stop_after = 0, 0
         self._sites: Counter[tuple[str, str, int | str]] = Counter()
         self._compared: list[Tensor] = []
+        self.row_parts = list[Sequence[Tensor]]()  # Tensors of which code needs complete rows, by call
 
     def run(self, forward: Forward, parameters: Callable[[], Mapping[str, Tensor]], *, stop_after: int = 0) -> None:
         """Run the forward, and compute all gradients; `stop_after` is a number of outputs, 0 for the end.
@@ -200,12 +202,13 @@ class PartRun(CallObserver):
     @contextmanager
     def hooked(self) -> Iterator["PartRun"]:
         """Inside, borders communicate, and dropout draws the masks of this rank."""
-        token = row_split.set(None)
+        token, rows = row_split.set(None), row_exchange.set(self)
         try:
             with super().hooked():
                 yield self
         finally:
             row_split.reset(token)
+            row_exchange.reset(rows)
 
     def enter(self, name: str, arguments: Arguments) -> Arguments:
         for comm in self.comms_at.get((name, "input"), ()):
@@ -281,6 +284,21 @@ class PartRun(CallObserver):
             problem = f"{site.noun} has another shape on a shard: {sizes}"
             raise ProofMismatchError(problem, module=site.module, tensor=site.side, progress=1)
         return expected
+
+    def on_whole_rows(self, compute: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+        """A result that depends on tokens that other ranks have: a part takes these from the run of the whole."""
+        complete = self.complete_rows(len(self.row_parts))
+        self.row_parts.append(parts)
+        if complete is None or parts[0].shape == complete[0].shape:
+            return compute(*parts)
+        for part, expected in zip(parts, complete, strict=True):
+            name = self.running[-1] if self.running else ""
+            check_close(part, self.piece(expected, 1), f"{name} gets other tokens on a part than in the whole")
+        return self.piece(compute(*complete), 1)
+
+    def complete_rows(self, index: int) -> Sequence[Tensor] | None:
+        """The tensors of the whole in one call of `on_whole_rows`; None in a run of the whole."""
+        return self.reference.row_parts[index] if self.reference else None
 
     def piece(self, x: Tensor, dim: int) -> Tensor:
         """This rank's piece of a tensor of the whole, with its padding."""
@@ -376,6 +394,7 @@ class PartProof:
         run_part = partial(self._run, index, proposal, stop_after=stop_after, reference=reference)
         runs = [run_part(rank=rank) for rank in range(self.ranks)]
         compare_values(runs, reference)
+        compare_results(runs, reference)
         return self._compare_gradients(runs, reference, proposal)
 
     def has_gradient(self, module: str) -> bool:
@@ -449,7 +468,7 @@ class PartProof:
 
 
 def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
-    """Check the tensors that enter the borders of parts, and the results of parts."""
+    """Check the tensors that enter the borders of parts."""
     for site, expected in reference.values.items():
         comm, check = reference.comms[site], partial(check_close, module=site.module, tensor=site.side)
         if any(site not in run.values for run in runs):
@@ -464,10 +483,10 @@ def compare_values(runs: Sequence[PartRun], reference: PartRun) -> None:
             if BEFORE[comm.operation] == "piece":
                 part, whole_value = run.without_padding(part, expected, comm.dim)
             check(part, whole_value, f"{site.noun} differs on a shard", progress=2)
-    _compare_results(runs, reference)
 
 
-def _compare_results(runs: Sequence[PartRun], reference: PartRun) -> None:
+def compare_results(runs: Sequence[PartRun], reference: PartRun) -> None:
+    """Check the results of parts, or their sums."""
     if reference.proposal.adds_results:
         for index, expected in enumerate(reference.results):
             total = sum_of(run.results[index] for run in runs)

@@ -7,6 +7,7 @@ tokens of the rank, the output and its log-sum-exp. Keys of other ranks are ther
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple
 
@@ -22,16 +23,26 @@ from motet.models.spec.layer_specs import (
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.context_parallel.attention_tiles import TILE_ELEMENTS, PlaceVisibility, TileLimits
 from motet.parallel.context_parallel.context_bytes import ring_spans
-from motet.parallel.context_parallel.context_partition import ContextPartition
+from motet.parallel.context_parallel.context_partition import ContextParallelKind, ContextPartition, count_tokens
 from motet.parallel.context_parallel.head_split import HeadSplit
-from motet.parallel.context_parallel.ring_schedule import count_tokens
-from motet.parallel.layout import ContextParallelKind
+from motet.parallel.context_parallel.ring_schedule import RingSchedule, shared_ring_schedule
 from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.step_plan.plan import StepPlan
 
 _MASK_BYTES = 2  # Bytes of an element of the conditions from which a mask is made
-# Scores of a tile, probabilities, dropout and their products that are there together
-_SCORES_FORWARD, _SCORES_BACKWARD = 6, 8
+# Matrices of a tile that are there together: in forward scores, probabilities, and what dropout keeps before and after
+# it is scaled; in backward the first three, gradients of probabilities and of scores, and dropped probabilities
+_SCORES_FORWARD, _SCORES_BACKWARD = 4, 6
+_DROPPED_BYTES = 1  # Bytes of an element of what dropout keeps, when it is drawn
+
+
+class _RingHop(NamedTuple):
+    """Tokens whose keys, or their gradients, a rank of a ring has while it computes the block of a hop."""
+
+    travelling: int  # Tokens of other ranks, in the block that is computed and in the next one
+    block: int
+    passing: int  # Whose gradients the rank adds its part to; none in the first hop, whose keys are its own
+    messages: int  # Gradients that were sent after the hop before, and arriving ones
 
 
 class SharedRows(NamedTuple):
@@ -65,10 +76,20 @@ class _AttentionOfRank:
         split = HeadSplit(call.heads, call.kv_heads or call.heads, self.shared.head_ranks)
         return split.query_counts[place], split.key_counts[place]
 
+    @cached_property
+    def _schedule(self) -> RingSchedule:
+        """The places of each group of ranks that exchange tokens for heads, and keys that travel between these."""
+        spans = ring_spans(self.shared.partition, self.shared.head_ranks)
+        return shared_ring_schedule(spans, PlaceVisibility(self.call.causal, self.call.window))
+
+    @property
+    def _index(self) -> int:
+        return self.shared.rank // self.shared.head_ranks
+
     @property
     def _queries(self) -> tuple[int, int]:
         """Tokens whose attention the rank computes, and the most of them that are computed together."""
-        spans = ring_spans(self.shared.partition, self.shared.head_ranks)[self.shared.rank // self.shared.head_ranks]
+        spans = self._schedule.spans_by_rank[self._index]
         return count_tokens(spans), max(stop - first for first, stop in spans)
 
     def bytes(self) -> ExchangeBytes:
@@ -88,7 +109,7 @@ class _AttentionOfRank:
 
     @cached_property
     def _limits(self) -> TileLimits:
-        heads, visible = self._heads[0], PlaceVisibility(self.call.causal, self.call.window)
+        heads, visible = self._heads[0], self._schedule.visible
         matrices = self.shared.shape.rows * (heads if self.has_dropout else 1)
         return visible.limits(
             TILE_ELEMENTS // matrices, has_documents=self.shared.shape.packed, keeps_scores=self.has_dropout
@@ -102,15 +123,22 @@ class _AttentionOfRank:
     @property
     def _tile(self) -> tuple[int, int]:
         """Queries and keys that are computed together."""
-        edge = self._limits.edge if self._limits_all else self.shared.partition.tokens
-        return min(edge, self._queries[1]), min(edge, self.shared.partition.tokens)
+        schedule, is_gathered = self._schedule, self.shared.kind == "all-gather"
+        keys = [(0, self.shared.partition.tokens)] if is_gathered else [*chain(*schedule.spans_by_rank)]
+        pairs = [*product(schedule.spans_by_rank[self._index], keys)]
+        if self._limits_all:
+            seen = (schedule.visible.seen(*pair) for pair in pairs)
+            longest = max(stop - first for first, stop in seen)
+            return min(self._limits.edge, self._queries[1]), min(self._limits.edge, longest)
+        tiles = [tile for pair in pairs for tile in schedule.visible.tiles(*pair, self._limits)]
+        return self._queries[1], max(tile.keys[1] - tile.keys[0] for tile in tiles)
 
     def _tile_bytes(self) -> tuple[int, int]:
         """The dense mask of a tile while it is made, or its scores, probabilities and their gradients."""
         narrow, wide = self._widths
         elements = prod(self._tile) * self.shared.shape.rows * (self._heads[0] if self.has_dropout else 1)
         if self.has_dropout:
-            return _SCORES_FORWARD * wide * elements, _SCORES_BACKWARD * wide * elements
+            return (_SCORES_FORWARD * wide + _DROPPED_BYTES) * elements, _SCORES_BACKWARD * wide * elements
         return ((narrow + _MASK_BYTES) * elements * self._limits_all,) * 2
 
     def _keys_forward(self) -> tuple[int, int]:
@@ -120,7 +148,7 @@ class _AttentionOfRank:
         if self.shared.kind == "all-gather":
             parts, tokens = self.shared.partition.ranks * self.shared.partition.longest, self.shared.partition.tokens
             return size * (here + self.shared.partition.longest + parts + tokens), size * (here + tokens)
-        in_turn = size * (here + self._travelling_tokens)
+        in_turn = size * (here + max(hop.travelling for hop in self._hops))
         return in_turn, in_turn
 
     def _keys_backward(self) -> tuple[int, int]:
@@ -131,23 +159,36 @@ class _AttentionOfRank:
             parts, tokens = self.shared.partition.ranks * self.shared.partition.longest, self.shared.partition.tokens
             returning = width * (narrow * (here + parts) + wide * tokens)
             return max(arriving, returning), computing + width * (wide * tokens + narrow * self._tile[1])
-        longest = max(map(count_tokens, ring_spans(self.shared.partition, self.shared.head_ranks)))
-        is_ring = self.shared.partition.ranks > self.shared.head_ranks
-        sums = wide * (3 * longest if is_ring else 2 * here)  # This rank's keys, passing ones, and those of the block
-        messages = 3 * narrow * longest * is_ring
-        return arriving + width * (sums + messages), computing + width * (
-            sums + messages + narrow * min(longest, self._tile[1])
+        if len(self._hops) == 1:
+            sums = wide * 2 * here  # This rank's keys, and those of the block
+            return arriving + width * sums, computing + width * (sums + narrow * min(here, self._tile[1]))
+        most = max(
+            narrow * (hop.travelling + hop.messages + min(hop.block, self._tile[1])) + wide * (hop.passing + hop.block)
+            for hop in self._hops
         )
+        return arriving, width * ((narrow + wide) * here + most)
 
     @property
     def _key_width(self) -> int:
         return self._heads[1] * (self.call.key_dim + self.call.value_dim)
 
-    @property
-    def _travelling_tokens(self) -> int:
-        """Tokens of other ranks whose keys are there: of the block that is computed, and of the next one."""
-        parts = [count_tokens(spans) for spans in ring_spans(self.shared.partition, self.shared.head_ranks)]
-        return max(parts) * min(2, len(parts) - 1)
+    @cached_property
+    def _hops(self) -> list[_RingHop]:
+        """The hops of a ring, of which an all-to-all among all ranks has one."""
+        schedule, index, ranks = self._schedule, self._index, self._schedule.ranks
+        hops, messages = list[_RingHop](), 0
+        for hop in range(ranks):
+            owner, following = ((index - n) % ranks for n in (hop, hop + 1))
+            travelling = count_tokens(schedule.keys_in_hop(owner, hop))
+            block = travelling if hop else count_tokens(schedule.spans_by_rank[index])
+            coming = count_tokens(schedule.keys_in_hop(following, hop + 1)) if hop + 1 < ranks else 0
+            passing = count_tokens(schedule.gradients_after_hop(owner, hop))
+            hops.append(_RingHop(travelling + coming, block, passing, messages))
+            arriving = 0 < hop < schedule.last_hop(following), 0 < hop == schedule.last_hop(index)
+            owners = [following] * arriving[0] + [index] * arriving[1]
+            is_sent = 0 < hop <= schedule.last_hop(owner)
+            messages = passing * is_sent + sum(count_tokens(schedule.gradients_after_hop(o, hop)) for o in owners)
+        return hops
 
     def _with_head_exchange(self, keys: ExchangeBytes) -> ExchangeBytes:
         """The same with the all-to-all of tokens for heads, whose results are kept for backward."""
@@ -171,8 +212,8 @@ def shared_rows(plan: StepPlan, rank: int, shape: MicroBatchShape, *, dtype: str
     """The part of a rank of micro-batches of complete rows of this shape; None where each rank has complete rows."""
     if plan.dims.size(CONTEXT_DIMENSION) == 1:
         return None
-    index, partition = plan.dims.coordinates(rank)[CONTEXT_DIMENSION], plan.context_partition(shape.length)
-    return SharedRows(partition, index, plan.context_kind, plan.head_ranks, shape, dtype)
+    index, partition = plan.dims.coordinates(rank)[CONTEXT_DIMENSION], plan.context.partition(shape.length)
+    return SharedRows(partition, index, plan.context.kind, plan.context.head_ranks, shape, dtype)
 
 
 def spec_on_context_rank(spec: ModelSpec, shared: SharedRows) -> ModelSpec:

@@ -12,7 +12,7 @@ from motet.models.spec.layer_specs import AttentionSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.context_parallel.attention_calls import AttentionCall
 from motet.parallel.context_parallel.context_bytes import sent_bytes
-from motet.parallel.layout import ContextParallelKind
+from motet.parallel.context_parallel.context_partition import ContextParallelKind
 from motet.parallel.model_sharding import CONTEXT_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.plan import StepPlan
@@ -49,16 +49,17 @@ def attention_comms(
     ranks = plan.dims.group_of(rank, CONTEXT_DIMENSION)
     if len(ranks) == 1:
         return ()
-    partition, kind, inner = plan.context_partition(shape.length), plan.context_kind, plan.context_inner
-    forward, backward = COLLECTIVES_OF_KIND[kind]
-    also: tuple[AttentionCollective, ...] = ("all-to-all",) if inner > 1 else ()
-    how = {"rows": shape.rows, "itemsize": DTYPE_BYTES[recipe.compute]}
+    context, itemsize = plan.context, DTYPE_BYTES[recipe.compute]
+    forward, backward = COLLECTIVES_OF_KIND[context.kind]
+    also: tuple[AttentionCollective, ...] = ("all-to-all",) if context.inner > 1 else ()
     made, sizes = list[AttentionComm](), dict[AttentionCall, tuple[int, int]]()
     for call in attention_on_ranks(plan, rank):
         alike = replace(call, module="", block=None)
         if alike not in sizes:
-            sizes[alike] = sent_bytes(call, partition, ranks.index(rank), kind=kind, inner=inner, **how)
-        made.append(AttentionComm(call.module, call.block, kind, forward + also, backward + also, *sizes[alike], ranks))
+            sizes[alike] = sent_bytes(call, context, ranks.index(rank), shape=shape, itemsize=itemsize)
+        made.append(
+            AttentionComm(call.module, call.block, context.kind, forward + also, backward + also, *sizes[alike], ranks)
+        )
     return tuple(made)
 
 

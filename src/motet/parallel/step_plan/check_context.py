@@ -52,7 +52,7 @@ def pairs_meet_once(plan: StepPlan) -> Iterator[str]:
 
 def _partitions(plan: StepPlan) -> Iterator[ContextPartition]:
     ranks = plan.dims.size(CONTEXT_DIMENSION)
-    yield from (plan.context_partition(length) for length in {2 * ranks, 2 * ranks + 1, 4 * ranks - 1} if ranks > 1)
+    yield from (plan.context.partition(length) for length in {2 * ranks, 2 * ranks + 1, 4 * ranks - 1} if ranks > 1)
 
 
 def _tokens(spans: Spans) -> Iterator[int]:
@@ -61,7 +61,7 @@ def _tokens(spans: Spans) -> Iterator[int]:
 
 def _heads_not_computed_once(plan: StepPlan, call: AttentionCall) -> Iterator[str]:
     try:
-        split = HeadSplit(call.query_heads, call.key_heads, plan.head_ranks)
+        split = HeadSplit(call.query_heads, call.key_heads, plan.context.head_ranks)
     except InputError as error:
         yield f"{call.module}: {error}"
         return
@@ -76,7 +76,7 @@ def _heads_not_computed_once(plan: StepPlan, call: AttentionCall) -> Iterator[st
 def _missing_keys(
     plan: StepPlan, call: AttentionCall, partition: ContextPartition, *, visible: PlaceVisibility
 ) -> Iterator[str]:
-    parts = ring_spans(partition, plan.head_ranks)
+    parts = ring_spans(partition, plan.context.head_ranks)
     if len(parts) > _MOST_RANKS:
         return
     arriving = _arriving_keys(plan, parts, visible)
@@ -96,7 +96,7 @@ def _missing_keys(
 
 def _arriving_keys(plan: StepPlan, parts: tuple[Spans, ...], visible: PlaceVisibility) -> Callable[[int, int], Spans]:
     """The keys of an owner that reach a rank, which only has keys to send on that reached it."""
-    if plan.context_kind != "ring":
+    if plan.context.kind != "ring":
         return lambda owner, rank: parts[owner]
     schedule, ranks = shared_ring_schedule(parts, visible), len(parts)
     by_owner = []

@@ -8,7 +8,7 @@ The tensors, or shards of them, that several ranks hold, and must hold with the 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Literal, NamedTuple
@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.memory.policy_choice import ALL_ON_DEVICE, Place, StatePlaces
 from motet.models.spec.layer_specs import MicroBatchShape
-from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
+from motet.parallel.context_parallel.context_partition import ContextSplit
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan, make_group_plan
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import shard_rows
-from motet.parallel.layout import ContextParallelKind, Layout, contributing_rows_of_rank
+from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.model_sharding import CONTEXT_DIMENSION, ModelInventory, ModelSharding, TensorInfo
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.shard_spec import HeldShards, ShardSpec
@@ -45,31 +45,20 @@ class StepPlan:
     parameters: Place = "device"  # The place of parameters that are cut into rows
     delays: bool = False  # The host applies the gradients of a step while the next one computes
     window: int = 2  # Units whose rows the host reads ahead, if they lie on disk
-    context_order: ContextOrder = "head-tail"  # Places of each row on the ranks of context parallelism
-    context_kind: ContextParallelKind = "all-gather"  # Their exchange of keys and values
-    context_inner: int = 1  # Neighbours among them that exchange by all-to-all inside of a ring
+    context: ContextSplit = field(default_factory=ContextSplit)
 
     @cached_property
     def specs(self) -> Mapping[str, HeldShards]:
         """The shards of each tensor, by rank; a rank that holds nothing is missing."""
         return self.model_sharding.specs(self.inventory, self.dims)
 
-    def context_partition(self, tokens: int) -> ContextPartition:
-        """The places of rows with a number of tokens on the ranks of context parallelism."""
-        return ContextPartition(tokens, self.dims.size(CONTEXT_DIMENSION), self.context_order)
-
     def part_on_rank(self, shape: MicroBatchShape, rank: int) -> MicroBatchShape:
         """The part of a micro-batch of complete rows that a rank of context parallelism computes."""
-        if self.dims.size(CONTEXT_DIMENSION) == 1:
+        if self.context.ranks == 1:
             return shape
-        length = self.context_partition(shape.length).length(self.dims.coordinates(rank)[CONTEXT_DIMENSION])
+        length = self.context.partition(shape.length).length(self.dims.coordinates(rank)[CONTEXT_DIMENSION])
         targets = None if shape.targets is None else round(shape.targets * length / shape.length)
         return replace(shape, length=length, targets=targets)
-
-    @property
-    def head_ranks(self) -> int:
-        """Neighbours that exchange a part of the tokens for a part of the heads inside of attention."""
-        return self.dims.size(CONTEXT_DIMENSION) if self.context_kind == "all-to-all" else self.context_inner
 
     @property
     def comm_units(self) -> tuple[CommUnit, ...]:
@@ -114,9 +103,7 @@ def make_step_plan(
         batch_sequences,
         layout.sharding.replica_groups if independent_replicas else (),
         *places,
-        context_order=layout.cp_order,
-        context_kind=layout.cp_kind,
-        context_inner=layout.cp_inner,
+        context=layout.context,
     )
 
 
@@ -217,7 +204,8 @@ def _frozen_rows(plan: StepPlan, rank: int) -> dict[str, tuple[int, int, ShardsB
     return rows
 
 
-CopyKind = Literal["parameters", "gradients", "states"]  # States: masters and moments
+# States are masters and moments; loads are those of experts after the update, and what follows from them.
+CopyKind = Literal["parameters", "gradients", "states", "loads"]
 
 
 class IdenticalCopies(NamedTuple):

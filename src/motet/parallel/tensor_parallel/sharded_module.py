@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.arch.loss import set_vocabulary_shard
-from motet.models.layout_invariant_dropout import RowSplit, Spans, row_split
+from motet.models.dropout_mask import Spans
+from motet.models.layout_invariant_dropout import RowSplit, row_split
 from motet.models.user_module import find_blocks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.linear import LinearProducts, LinearSplit

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,22 +86,17 @@ class MistakenAttention:
             by_place = torch.zeros(len(places), 1, dtype=q.dtype)
             for other, factor in enumerate(factors.tolist()):
                 by_place[places_of(self.partition, other)] = factor
-            keys = (cast(Tensor, _ScaledGradient.apply(x, by_place)) for x in (k, v))  # type: ignore[no-untyped-call]  # untyped in torch
+            keys = (_with_scaled_gradient(x, by_place) for x in (k, v))
             part = attend(q[:, :, here], *keys, mask=mask.block(here, places), options=options)
             output = output.index_copy(2, here, part)
         return output
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: Tensor) -> Tensor:
-        ctx.save_for_backward(factors)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (factors,) = ctx.saved_tensors
-        return grad * factors, None
+def _with_scaled_gradient(x: Tensor, factors: Tensor) -> Tensor:
+    x = x.clone()
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * factors)
+    return x
 
 
 def places_of(partition: ContextPartition, rank: int) -> Tensor:

@@ -172,7 +172,7 @@ def has_mistaken_attention(e: MismatchEvidence) -> str:
     if planned is None or tokens is None or not records:
         return ""
     layout = located.recompute.layout
-    with located.recompute.restored():
+    with located.recompute.restored_to(located.recompute.step):
         try:
             return _find_mistake(located, tokens.partition, records, layout=layout)
         except InputError:  # Attention of this model does not reach the core on one device
@@ -200,8 +200,7 @@ def _find_mistake(
     if not wrong:
         return ""
     worst = records[distances.index(max(distances))]
-    exchanging = layout.exchanging_heads
-    mistakes = PossibleMistakes(partition, exchanging)
+    mistakes = PossibleMistakes(partition, layout.context.head_ranks)
     candidates = mistakes.output_mistakes() if located.key.kind == "activation" else mistakes.gradient_mistakes()
     for mistake in candidates:
         values = {rows: each.value(mistake) for rows, each in by_rows.items() if rows == worst[1].rows}

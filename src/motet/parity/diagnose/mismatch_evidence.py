@@ -548,8 +548,7 @@ def _optimizer_evidence(e: MismatchEvidence, located: LocatedDifference) -> Opti
     clipped = reference.value_of(clipped_key)
     if clipped is None or f"{MASTER_PREFIX}{name}" not in before or (record and record.is_sketched):
         return None
-    trained = {n: p for n, p in located.recompute.module.named_parameters() if p.requires_grad}
-    groups = group_parameters(trained, settings)
+    groups = group_parameters(located.recompute.module, settings)
     scale, decay = next(key for key, members in groups.items() if name in members)
     state = {n.split("/")[0]: located.select(tensor) for n, tensor in before.items() if n.endswith(f"/{name}")}
     master, gradient, rate = state["master"], located.select(clipped), reference.learning_rate

@@ -56,12 +56,12 @@ class SingleDeviceRecompute:
 
     @cached_property
     def state_before_step(self) -> dict[str, Tensor]:
-        with self._restored_to(self.step):
+        with self.restored_to(self.step):
             return {name: shard.values.clone() for name, shard in self.rank_subject.state.tensors().items()}
 
     @cached_property
     def microbatch_results(self) -> list[MicroBatchResult]:
-        with self._restored_to(self.step):
+        with self.restored_to(self.step):
             results = [self._compute(rank, index, rows) for rank, index, rows in self._rows_by_microbatch()]
         if not self.reference_runs.has_mean_gradients:
             return results
@@ -71,7 +71,7 @@ class SingleDeviceRecompute:
     @cached_property
     def evaluation_results(self) -> list[MicroBatchResult]:
         """Losses of the evaluation after the last step; each batch of it has as many micro-batches."""
-        with self._restored_to(self.subject.steps), torch.no_grad():
+        with self.restored_to(self.subject.steps), torch.no_grad():
             self.module.eval()
             results = [
                 MicroBatchResult(rank, batch * self.layout.sharding.microbatches + index, *loss_and_count, {})
@@ -88,14 +88,8 @@ class SingleDeviceRecompute:
         rows = next(rows for *place, rows in self._rows_by_microbatch() if place == [rank, microbatch])
         if shards == 1:
             return {}
-        with self._restored_to(self.step), torch.no_grad():
+        with self.restored_to(self.step), torch.no_grad():
             return wrong_vocabulary_losses(*self.rank_subject.logits_of_rows(self.step, rows), shards=shards)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside, the module has the parameters before the step."""
-        with self._restored_to(self.step):
-            yield
 
     def run_rows(self, rows: range, *, with_backward: bool) -> None:
         """Compute the losses of some rows, for hooks that look at tensors; the module has been restored."""
@@ -106,7 +100,8 @@ class SingleDeviceRecompute:
                 engine.backward(loss)
 
     @contextmanager
-    def _restored_to(self, step: int) -> Iterator[None]:
+    def restored_to(self, step: int) -> Iterator[None]:
+        """Inside, the module has the parameters before a step."""
         with self.subject.numerics():
             self.rank_subject.state.restore(recording.step_checkpoint_path(self.reference_runs.folder, step))
             yield

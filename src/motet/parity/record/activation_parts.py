@@ -1,6 +1,6 @@
 """The part that each rank of a layout has of the output of a module, and of the tensors of its batch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -129,6 +129,13 @@ class ActivationParts:
         splits = tuple(_in_tokens(split, shape, rows) for split in splits)
         if any(not -len(shape) <= split.dim < len(shape) for split in splits):
             return None
+        return self._part(rank, shape, splits, rows=rows)
+
+    def token_spec(self, rank: int, shape: tuple[int, ...], *, rows: int) -> ShardSpec:
+        """The part that a rank has of a tensor of the batch, whose shape in whole rows is given."""
+        return self._part(rank, shape, (), rows=rows)
+
+    def _part(self, rank: int, shape: tuple[int, ...], splits: Sequence[DimensionSplit], *, rows: int) -> ShardSpec:
         spans, padding, place = list(ShardSpec.full(shape).spans), [0] * len(shape), self.dims.coordinates(rank)
         along = self.tokens.spans(shape, rank, rows) if self.tokens else None
         if along is not None:
@@ -159,14 +166,6 @@ class ActivationParts:
             shape, _ = self.tokens.in_rows(tuple(shape), rank, rows)
         spec = self.spec(name, rank, tuple(shape), rows=rows)
         return spec if spec and spec.local_shape == local_shape else None
-
-    def token_spec(self, rank: int, shape: tuple[int, ...], *, rows: int) -> ShardSpec:
-        """The part that a rank has of a tensor of the batch, whose shape in whole rows is given."""
-        spans = list(ShardSpec.full(shape).spans)
-        along = self.tokens.spans(shape, rank, rows) if self.tokens else None
-        if along is not None:
-            spans[along[0]] = along[1]
-        return ShardSpec(shape, tuple(spans))
 
     def is_shared(self, name: str) -> bool:
         """Whether several ranks have the same units, so that each has a part of the sum of their gradient."""
@@ -213,7 +212,7 @@ class ActivationParts:
 def parts_of_activations(plan: StepPlan, order: Mapping[str, int], *, row_tokens: int) -> ActivationParts:
     """The parts of a plan's ranks; whole rows have `row_tokens` tokens."""
     is_cut = plan.dims.size(CONTEXT_DIMENSION) > 1
-    tokens = TokenParts(plan.dims, plan.context_order, row_tokens) if is_cut else None
+    tokens = TokenParts(plan.dims, plan.context.order, row_tokens) if is_cut else None
     return ActivationParts(plan.model_sharding, plan.dims, order, tokens)
 
 

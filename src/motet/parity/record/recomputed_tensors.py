@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.models.torch_private import is_in_backward
+from motet.parallel.process.module_inventory import load_buffers
 
 LEFT_CHANGED = "is changed by backward"
 _Digests = Mapping[str, int]
@@ -51,11 +52,12 @@ class RecomputedBuffers:
                 hook.remove()
 
     def check_unchanged(self, module: nn.Module) -> None:
-        """Report buffers that backward has changed, after all backwards of a step."""
+        """Report buffers that backward has changed, after a step, whose update changes loads of experts."""
+        loads = load_buffers(module)
         for name, after_forward in self._after_forward.items():
             owner = module.get_submodule(name)
             for buffer, now in _digests(owner).items():
-                if now != after_forward.get(buffer, now):
+                if now != after_forward.get(buffer, now) and f"{name}.{buffer}".lstrip(".") not in loads:
                     self.report(f"{_full_name(name, buffer)} {LEFT_CHANGED}", owner.get_buffer(buffer))
 
     def _on_call(self, name: str, module: nn.Module, _: Any) -> None:

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.compressed_collectives import codec_numerics
 from motet.core.units import dtype_name
-from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, Spans
+from motet.models.dropout_mask import Spans
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.models.torch_private import is_in_backward
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.pipeline.stages.stage_module import StageRun

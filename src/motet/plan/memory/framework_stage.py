@@ -26,6 +26,7 @@ from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep,
 SavedTensor = SavedActivation | SavedAttentionMatrix
 _Kept = tuple[SavedTensor, float]  # A tensor, and the part of it that is kept
 
+_INNER_OF_EXPERTS = "experts.inner", "experts.down.input"  # Before and after their activation function
 _DROPOUT = 0.1  # Any probability makes a spec with masks and explicit probabilities
 
 
@@ -182,13 +183,13 @@ class _BlockActivations:
     def _bytes(self, tensor: SavedTensor) -> float:
         context = self.context
         size = self._width_share(tensor.name) * tensor.bytes(context.shape, context.compute)
-        is_inner = tensor.name.endswith("experts.inner")
+        is_inner = tensor.name.endswith(_INNER_OF_EXPERTS)
         if tensor.name.startswith("ffn.experts."):
             size *= context.expert_imbalance
             if is_inner and self.constants.weights_inside_experts and not _is_gated(context.model.value):
                 size *= 1.5  # Without a gate, a separate kernel weights, and keeps its input
             # A rank that splits experts has whole inputs, of the tokens of all ranks that split them.
-            size *= 1 if tensor.name.endswith(("inner", "up.output")) else context.expert_tp
+            size *= 1 if tensor.name.endswith((*_INNER_OF_EXPERTS, "up.output")) else context.expert_tp
         return size
 
     @property
@@ -201,7 +202,7 @@ class _BlockActivations:
         # float4 keeps a transposed copy as well
         narrow = {"float8": 0.5, "mxfloat8": 0.5, "float4": 0.5}.get(self.context.matmul, 1.0)
         narrow = narrow if self.constants.keeps_inputs_in_matmul_dtype else 1.0
-        is_input = name.endswith((".input", "ffn.experts.inner")) and "norm" not in name
+        is_input = name.endswith((".input", *_INNER_OF_EXPERTS)) and "norm" not in name
         return narrow if is_input else 1.0
 
     def _kept_of(self, block: BlockSpec, *, is_first: bool = False) -> Iterator[_Kept]:
@@ -243,7 +244,7 @@ class _BlockActivations:
             return self.context.keeps_logits and name != "head.input.gradient"
         if recompute == "attention":
             return isinstance(tensor, SavedAttentionMatrix)
-        is_activation = name.endswith(("_norm.input", "ffn.down.input", "ffn.experts.inner"))
+        is_activation = name.endswith(("_norm.input", "ffn.down.input", *_INNER_OF_EXPERTS))
         is_projection = name.endswith(("queries_keys", "key_value_up"))
         return (is_activation and "activations" in recompute) or (is_projection and "up-projections" in recompute)
 

@@ -317,7 +317,7 @@ class _Estimate:
         if layout.cp == 1:
             return step.stage_specs
         shape = MicroBatchShape(step.rows, step.sequence, packed=step.packed)
-        rows = layout.context_partition(step.sequence), 0, layout.cp_kind, layout.head_ranks, shape
+        rows = layout.context.partition(step.sequence), 0, layout.cp_kind, layout.context.head_ranks, shape
         return _specs_on_context_rank(SameObject(step.stage_specs), SharedRows(*rows, step.recipe.compute))
 
     @property

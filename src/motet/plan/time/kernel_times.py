@@ -11,7 +11,7 @@ prologue and epilogue as if the inner dimension were longer. Reading and writing
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from motet.models.spec.layer_specs import (
 )
 from motet.parallel.context_parallel.attention_tiles import PlaceVisibility
 from motet.parallel.context_parallel.context_bytes import fullest_share
-from motet.parallel.context_parallel.context_partition import ContextOrder, ContextPartition
+from motet.parallel.context_parallel.context_partition import ContextSplit
 from motet.plan.frameworks import SoftwareStack
 from motet.plan.planned_step import Recompute, SameObject, is_expert
 
@@ -167,13 +167,11 @@ class KernelTimes:
     stack: SoftwareStack
     compute: str  # The dtype of activations
     matmul: str  # The dtype of the inputs of products inside of blocks
-    sequence_parts: int = 1  # Ranks that share a sequence: the queries of each see the keys of all
-    order: ContextOrder = "head-tail"  # The parts of these ranks
-    head_ranks: int = 1  # Neighbours among them that exchange tokens for heads
+    context: ContextSplit = field(default_factory=ContextSplit)  # The queries of each rank see the keys of all
 
     def block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
         """The times of one block, which are computed once for all layouts in which it is the same."""
-        kernels = SameObject(self.rates), SameObject(self.stack), self.compute, self.matmul, self._parts
+        kernels = SameObject(self.rates), SameObject(self.stack), self.compute, self.matmul, self.context
         return _times_of_block(SameBlock(block), shape, recompute, kernels=kernels)
 
     def compute_block(self, block: BlockSpec, shape: MicroBatchShape, recompute: Recompute) -> BlockTimes:
@@ -260,7 +258,7 @@ class KernelTimes:
 
     def _attention(self, block: BlockSpec, shape: MicroBatchShape) -> tuple[float, float]:
         forward = backward = 0.0
-        kind, parts = self._kind_of_attention(block), self.sequence_parts
+        kind, parts = self._kind_of_attention(block), self.context.ranks
         for operation in block.layer.operations:
             if not isinstance(operation, AttentionSpec):
                 continue
@@ -276,16 +274,11 @@ class KernelTimes:
             backward += backward_flops / (self.rates.attention_backward_flops[kind] * share)
         return forward, backward
 
-    @property
-    def _parts(self) -> tuple[int, ContextOrder, int]:
-        return self.sequence_parts, self.order, self.head_ranks
-
     def _share_of_fullest_rank(self, operation: AttentionSpec, keys: int) -> float:
         """The FLOPs of the rank with the most pairs of query and key, over the mean of the ranks that share rows."""
-        ranks = self.sequence_parts
-        partition = ContextPartition(keys * ranks, ranks, self.order)
+        partition = self.context.partition(keys * self.context.ranks)
         visible = PlaceVisibility(operation.causal, operation.window if operation.causal else None)
-        return fullest_share(partition, visible, self.head_ranks) if ranks > 1 else 1.0
+        return fullest_share(partition, visible, self.context.head_ranks) if self.context.ranks > 1 else 1.0
 
     def _kind_of_attention(self, block: BlockSpec) -> str:
         """cuDNN's fused attention had no sinks, which are learned logits in addition to those of keys."""
@@ -313,7 +306,7 @@ class KernelTimes:
 
     def _unfused_attention_s(self, operation: AttentionSpec, shape: MicroBatchShape) -> float:
         """Two batched products of all pairs, and kernels that move the scores."""
-        queries, keys = shape.length_of(operation.queries), shape.length_of(operation.keys) * self.sequence_parts
+        queries, keys = shape.length_of(operation.queries), shape.length_of(operation.keys) * self.context.ranks
         groups = shape.rows * operation.heads
         width = DTYPE_BYTES[self.compute]
         is_aligned = all(size * width % _ALIGNMENT == 0 for size in (operation.key_dim, operation.value_dim))
@@ -341,13 +334,13 @@ class KernelTimes:
         return logits * self.stack.bytes_per_logit / self.rates.memory_Bps
 
 
-_Kernels = tuple[SameObject[DeviceRates], SameObject[SoftwareStack], str, str, tuple[int, ContextOrder, int]]
+_Kernels = tuple[SameObject[DeviceRates], SameObject[SoftwareStack], str, str, ContextSplit]
 
 
 @lru_cache(maxsize=1 << 14)
 def _times_of_block(same: SameBlock, shape: MicroBatchShape, recompute: Recompute, *, kernels: _Kernels) -> BlockTimes:
-    rates, stack, compute, matmul, parts = kernels
-    return KernelTimes(rates.value, stack.value, compute, matmul, *parts).compute_block(same.block, shape, recompute)
+    rates, stack, compute, matmul, context = kernels
+    return KernelTimes(rates.value, stack.value, compute, matmul, context).compute_block(same.block, shape, recompute)
 
 
 def _divided(rates: Mapping[str, float], by: float) -> dict[str, float]:

@@ -50,6 +50,11 @@ class LayerLoads(NamedTuple):
     dropped: int  # Assignments that a limit dropped
     entropy: float  # The mean over tokens of the entropy of their scores, in nats
 
+    @property
+    def max_over_mean(self) -> float:
+        """The largest load over the mean; 1 where no token counts."""
+        return max(self.loads) * len(self.loads) / total if (total := sum(self.loads)) else 1.0
+
 
 @dataclass(frozen=True)
 class ExpertLoads:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from motet.core.errors import InputError, check_input
 from motet.models.hf.hf_model import open_hf_checkpoint
 from motet.models.settings import ModelSettings, UserModuleSettings
+from motet.models.spec.stacked_experts import stacked_count
 from motet.models.torch_private import own_parameters
 from motet.models.trace.model_trace import build_on_meta, explain_failures, run_recorded
 from motet.models.trace.record_forward import ForwardRecorder
@@ -56,13 +57,11 @@ class RoutedLayer:
 
 def experts_by_shape(module: nn.Module) -> dict[str, int]:
     """Modules that may be stacked experts, with their number."""
-    return {name: count for name, inner in module.named_modules() if (count := _stacked_length(inner)) > 1}
 
+    def count_of(inner: nn.Module) -> int:
+        return stacked_count(tuple(p.shape) for p in own_parameters(inner).values() if p is not None)
 
-def _stacked_length(module: nn.Module) -> int:
-    shapes = [parameter.shape for parameter in own_parameters(module).values() if parameter is not None]
-    lengths = {shape[0] if shape else 0 for shape in shapes}
-    return lengths.pop() if len(lengths) == 1 and any(len(shape) == 3 for shape in shapes) else 0
+    return {name: count for name, inner in module.named_modules() if (count := count_of(inner))}
 
 
 class _NoiseRecorder(ForwardRecorder):

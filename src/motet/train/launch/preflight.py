@@ -15,7 +15,7 @@ from motet.memory.tiers.scratch_folder import check_folder
 from motet.models.hf.decoder_files import find_decoder_tensors
 from motet.models.hf.hf_config import read_config
 from motet.models.hf.peft_files import check_peft_folder
-from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings
+from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.context_parallel.context_checks import check_context_heads, check_context_sequence
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
@@ -73,6 +73,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
         _check_server_count(job)
+        _check_server_experts(job)
     if not isinstance(job.model, UserModuleSettings):
         predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
@@ -95,8 +96,21 @@ def _check_server_count(job: Job) -> None:
         slice_parameters(sizes, server.slice_numel(job.precision.resolved.compute), server.count)
 
 
+def _check_server_experts(job: Job) -> None:
+    """Refuse experts whose loads would be added over the workers of a step, where workers take steps by themselves."""
+    model = job.model
+    counts = model.experts if isinstance(model, DecoderSettings) else getattr(model, "balance", None)
+    check_input(
+        counts is None,
+        "layout.data = 'parameter_server': the loads of experts are sums over the ranks that take a step together, "
+        "which workers of servers do not; set layout.server.transport=collectives, or leave "
+        + ("[model.experts] out" if isinstance(model, DecoderSettings) else "[model.balance] out"),
+    )
+
+
 def check_model(job: Job) -> None:
     """Refuse a model that cannot be trained, or does not fit the data."""
+    check_can_be_trained(job.model)
     if isinstance(job.model, DecoderSettings) and job.model.weights is not None:
         find_decoder_tensors(job.model)
     check_peft_folder(job.model)

@@ -29,8 +29,9 @@ from motet.train.memory_check.step_prediction import (
 MAX_PREDICTED_RANKS = 64
 
 
-def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
-    """The predicted timelines of all ranks of a model that is known by its sizes; of many ranks, one for each stage."""
+def predict_step_memory(job: Job, layout: Layout, *, is_packed: bool = False) -> list[StepMemory]:
+    """The predicted timelines of all ranks of a model that is known by its sizes; of many ranks, one for each stage.
+    `is_packed` says that rows hold several documents."""
     check_input(
         model_spec(job) is not None,
         f"job {job.name!r}: the sizes of its model are known to the ranks alone, so its memory can be measured but not "
@@ -42,7 +43,10 @@ def predict_step_memory(job: Job, layout: Layout) -> list[StepMemory]:
     )
     parts, is_exact = layout.dims.size(TENSOR_DIMENSION), knows_activations(job)
     # Tensor-parallel ranks, which are neighbours, keep the same numbers of bytes.
-    timelines = {part: predict_timeline(job, plan, layout, rank=part) for part in {rank // parts for rank in ranks}}
+    timelines = {
+        part: predict_timeline(job, plan, layout, rank=part, is_packed=is_packed)
+        for part in {rank // parts for rank in ranks}
+    }
     places = {part: _places_of_rank(job, plan, layout, rank=part) for part in timelines}
     return [StepMemory(rank, None, timelines[rank // parts], is_exact, places[rank // parts]) for rank in ranks]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.seeds import derive_seed
-from motet.models.layout_invariant_dropout import hash_indices
+from motet.models.dropout_mask import hash_indices
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.shard_spec import ShardSpec
 from motet.precision.float64_mode import float32_zero

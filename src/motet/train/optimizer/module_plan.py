@@ -11,6 +11,8 @@ from torch import nn
 from motet.core.errors import check_input
 from motet.core.trace import span
 from motet.memory.policy_choice import MemorySettings
+from motet.models.parameter_values import parameter_shapes
+from motet.models.spec.stacked_experts import stacked_vectors
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     without_forward_overlap,
@@ -33,12 +35,14 @@ ParameterGroupKey = tuple[float, float]
 ParameterGroups = dict[ParameterGroupKey, dict[str, nn.Parameter]]
 
 
-def group_parameters(named: dict[str, nn.Parameter], settings: OptimizerSettings) -> ParameterGroups:
-    """Parameters by learning-rate scale and weight decay, in the order of the module."""
+def group_parameters(module: nn.Module, settings: OptimizerSettings) -> ParameterGroups:
+    """Trained parameters by learning-rate scale and weight decay, in the order of the module."""
     groups: ParameterGroups = {}
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    vectors = stacked_vectors(parameter_shapes(module))
     unmatched = {pattern for group in settings.groups for pattern in group.match}
     for name, parameter in named.items():
-        scale, decay = 1.0, settings.weight_decay if parameter.ndim > 1 else 0.0
+        scale, decay = 1.0, settings.weight_decay if parameter.ndim > 1 and name not in vectors else 0.0
         for group in settings.groups:
             hits = {pattern for pattern in group.match if fnmatch.fnmatchcase(name, pattern)}
             unmatched -= hits
@@ -63,10 +67,10 @@ def grouped_parameters(
     module: nn.Module, settings: OptimizerSettings
 ) -> tuple[list[ParameterGroupKey], dict[str, tuple[int, nn.Parameter]]]:
     """The keys of the groups, and the group and the parameter of each name."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    groups = group_parameters(named, settings)
+    groups = group_parameters(module, settings)
     group_ids = {name: group_id for group_id, members in enumerate(groups.values()) for name in members}
-    return list(groups), {name: (group_ids[name], p) for name, p in named.items()}
+    trained = {name: p for name, p in module.named_parameters() if name in group_ids}
+    return list(groups), {name: (group_ids[name], p) for name, p in trained.items()}
 
 
 class ParallelizeSettings(NamedTuple):

@@ -46,7 +46,7 @@ class ParameterGroupSettings(FrozenSettings):
 
 
 class OptimizerSettings(FrozenSettings):
-    """How parameters are updated. One-dimensional parameters (norms, biases) are not decayed unless a group says so."""
+    """How parameters are updated. Vectors (norms, biases, those of experts) are not decayed unless a group says so."""
 
     other_names: ClassVar = {
         "name": "kind type optim* adam*",

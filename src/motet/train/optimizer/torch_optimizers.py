@@ -82,13 +82,12 @@ def _names_of_groups(groups: Iterable[Mapping[str, Any]], module: nn.Module, opt
 
 def optimizer_text(settings: OptimizerSettings, module: nn.Module) -> str:
     """The optimizer of a module in one line: its options, and which parameters decay."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     adamw, sgd = f"betas {settings.betas[0]:g} and {settings.betas[1]:g}, eps {settings.eps:g}", ""
     if settings.momentum:
         sgd = f"{'Nesterov ' * settings.nesterov}momentum {settings.momentum:g}"
     decays = dict[float, list[str]]()
     rates = set[float]()
-    for (scale, decay), members in group_parameters(named, settings).items():
+    for (scale, decay), members in group_parameters(module, settings).items():
         decays.setdefault(decay, []).extend(members)
         rates.add(settings.learning_rate * scale)
     parts = [

@@ -154,7 +154,7 @@ def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
     """The slices of the module's parameters; the same in every process."""
     server, recipe = job.layout.server, job.precision.resolved
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    groups = group_parameters(named, job.optimizer)
+    groups = group_parameters(module, job.optimizer)
     group_indices = {name: index for index, members in enumerate(groups.values()) for name in members}
     sizes = {name: (group_indices[name], p.numel()) for name, p in named.items()}
     buckets, slices = slice_parameters(sizes, server.slice_numel(recipe.compute), server.count)

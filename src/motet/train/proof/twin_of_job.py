@@ -26,7 +26,14 @@ from motet.models.hf.hf_model import open_hf_checkpoint
 from motet.models.parameter_values import set_values
 from motet.models.settings import ModelSettings, TransformerSettings, UserModuleSettings
 from motet.models.spec.shrink import SmallSizes
-from motet.models.trace.model_trace import OperatorRecorder, build_on_meta, explain_failures, run_recorded
+from motet.models.trace.model_trace import (
+    OperatorRecorder,
+    Recorder,
+    UnrecordedForward,
+    build_on_meta,
+    explain_failures,
+    run_recorded,
+)
 from motet.models.trace.record_reader import BatchSize
 from motet.models.user_module import default_arguments, find_blocks, named_blocks
 from motet.parallel.context_parallel.attention_calls import AttentionCall
@@ -179,7 +186,7 @@ def trace_of_job(job: Job, model: TrainableModel) -> TracedModule:
     """A forward of a job's model without memory. A model whose parameters have values is made again without."""
     try:
         model = _without_memory(job, model)
-        return TracedModule(model.module, _run_without_memory(job, model))
+        return TracedModule(model.module, _run_without_memory(job, model, OperatorRecorder(model.module)))
     except InputError as error:
         raise TwinMismatchError(str(error)) from error
 
@@ -195,7 +202,7 @@ def attention_of_job(job: Job, model: TrainableModel, way: int) -> tuple[Attenti
             with observer.observing():
                 return model.loss_sum(batch)
 
-        _run_without_memory(job, replace(model, loss_sum=loss_sum))
+        _run_without_memory(job, replace(model, loss_sum=loss_sum), UnrecordedForward())
     except InputError as error:
         raise TwinMismatchError(str(error)) from error
     return tuple(observer.attention_calls)
@@ -207,11 +214,11 @@ def _without_memory(job: Job, model: TrainableModel) -> TrainableModel:
     return model
 
 
-def _run_without_memory(job: Job, model: TrainableModel) -> OperatorRecorder:
+def _run_without_memory(job: Job, model: TrainableModel, recorder: Recorder) -> Recorder:
     source = _SOURCE_TOKENS if job.data.objective == "spans" else 0
     size = BatchSize(_ROWS, min(_TOKENS, model.context or _TOKENS), source)
     with explain_failures("it cannot run without memory"):
-        return run_recorded(model, size, OperatorRecorder(model.module), objective=job.data.objective)
+        return run_recorded(model, size, recorder, objective=job.data.objective)
 
 
 # Values, gradients of the whole and of its parts, and the parts themselves, in float64 (measured: 35 for GPT-2).

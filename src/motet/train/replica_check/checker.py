@@ -22,6 +22,7 @@ from motet.models.build import TrainableModel
 from motet.monitor.events import ReplicaCheckDone
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.process.module_inventory import load_buffers
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import squared_norm, sum_on_device
 from motet.parallel.step_plan.plan import IdenticalCopies, copies_in_plan
@@ -89,12 +90,14 @@ class ReplicaChecker:
             for metric in ("rows", "targets", "loss")
         }
         parts = [rows for rank in range(dims.ranks) for rows in self._rows_of_rank(rank)]
+        loads = tuple(load_buffers(engine.module))
         return ExpectedInvariants(
             # Counts of steps have no parameter's name.
             copies=(
                 *copies_in_plan(engine.plan),
                 IdenticalCopies("states", ("",), (tuple(range(dims.ranks)),)),
                 IdenticalCopies("parameters", tuple(self._buffers), module_part_groups(dims)),
+                *([IdenticalCopies("loads", loads, (tuple(range(dims.ranks)),))] if loads else []),
             ),
             same_rows=same_rows_groups(dims),
             same_loss=tuple(ranks for ranks in same_loss_groups(dims) if set(ranks).intersection(reporters["loss"])),
@@ -173,6 +176,8 @@ class ReplicaChecker:
                 if copies.kind == "states":
                     labels = [f"{kind}/{name}" if name else kind for name in copies.names for kind in kinds]
                     digests[index] = _digest_named(labels, states)
+                elif copies.kind == "loads":
+                    digests[index] = digest_tensors(load_buffers(self.engine.module))
             numbers = report._replace(
                 norm=float_to_bits(stats.grad_norm), copies=tuple(derive_seed(*each.values()) for each in digests)
             ).to_integers()

@@ -70,6 +70,7 @@ class InvariantViolation(NamedTuple):
 VIOLATION_CAUSES = {
     "parameters": "the model of a rank has changed by itself (a fault of memory, say), or was assigned to on one rank",
     "states": "an update came out differently, or what it keeps has changed by itself",
+    "loads": "ranks have added the loads of experts differently, or a rank has changed them by itself",
     "rows": "some rows of the global batch count twice or not at all",
     "batches": "a rank reads other files, or another order",
     "targets": "the loss was divided by a wrong count",
@@ -102,6 +103,7 @@ _DIFFERENCES: Mapping[CopyKind, str] = {
     "parameters": "other parameters or buffers",
     "states": "other masters or moments",
     "gradients": "other sums of gradients",
+    "loads": "other loads or corrections of experts",
 }
 
 
@@ -115,6 +117,7 @@ def find_violations(reports: Sequence[RankDigestReport], expected: ExpectedInvar
     violations = [
         *_check_copies(reports, expected, "parameters"),
         *_check_copies(reports, expected, "states"),
+        *_check_copies(reports, expected, "loads"),
         *_check_rows(reports, expected),
         *_check_same_rows(reports, expected),
         *_check_repeated(reports, expected, "batches", text=batches),

@@ -57,7 +57,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *stacked: Tensor) -> Tensor:
         weights, stops = stacked
-        ctx.save_for_backward(x, weights, stops)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, stops)
         return keep_result(lambda: _multiply(x, weights.mT, stops))
 
     @staticmethod
@@ -129,7 +129,7 @@ class _FromExperts(torch.autograd.Function):
         weights, order = assigned
         ctx.save_for_backward(outputs, weights, order)
         by_token = outputs.index_select(0, _inverse(order)).view(*weights.shape, outputs.shape[1])
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)
+        return by_token.mul_(weights.unsqueeze(-1)).sum(1)
 
     @staticmethod
     @once_differentiable
@@ -138,8 +138,8 @@ class _FromExperts(torch.autograd.Function):
         by_assignment = grad.index_select(0, order // weights.shape[1])
         products = (by_assignment * outputs).sum(-1, dtype=weights.dtype)
         grad_weights = torch.empty_like(products).scatter_(0, order, products).view_as(weights)
-        scale = weights.flatten().index_select(0, order).unsqueeze(-1)
-        return (by_assignment * scale).to(outputs.dtype), grad_weights, None
+        by_assignment.mul_(weights.flatten().index_select(0, order).unsqueeze(-1))
+        return by_assignment, grad_weights, None
 
 
 def _inverse(order: Tensor) -> Tensor:

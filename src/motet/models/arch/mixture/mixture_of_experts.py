@@ -1,7 +1,8 @@
 """A mixture of experts in place of a feed-forward network, and the limit of the load of each expert."""
 
+from functools import partial
 from math import ceil
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from motet.models.arch.attention_and_feed_forward import FeedForward
 from motet.models.arch.mixture.experts import Experts
 from motet.models.arch.mixture.router import Router
-from motet.models.arch.mixture.row_tokens import part_of_rows, whole_rows
+from motet.models.arch.mixture.row_tokens import on_whole_rows
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 
 
@@ -39,6 +40,8 @@ class CapacityLimit(nn.Module):
     dropped. Other weights stay. A limit of each row, and not of a micro-batch, does not depend on the layout.
     """
 
+    needs_whole_rows: ClassVar = True
+
     def __init__(self, experts: MixtureOfExpertsSettings) -> None:
         super().__init__()
         self.experts = experts
@@ -46,7 +49,7 @@ class CapacityLimit(nn.Module):
     def forward(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if not self.training:
             return weights, chosen
-        is_dropped = part_of_rows(dropped_assignments(whole_rows(weights.detach()), whole_rows(chosen), self.experts))
+        is_dropped = on_whole_rows(partial(dropped_assignments, experts=self.experts), weights.detach(), chosen)
         return weights.masked_fill(is_dropped, 0), chosen.masked_fill(is_dropped, self.experts.count)
 
 

@@ -61,7 +61,8 @@ class _LogitsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.input_dtype, ctx.input_shape = x.dtype, x.shape
         dtype = accumulation_dtype(x)
         logits = x.flatten(0, -2).to(dtype) @ weight.to(dtype).T
         return logits.view(*x.shape[:-1], -1)
@@ -72,7 +73,7 @@ class _LogitsFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, grad_x, grad_weight = grad.flatten(0, -2), None, None
         if ctx.needs_input_grad[0]:
-            grad_x = (rows @ weight.to(grad.dtype)).to(x.dtype).view_as(x)
+            grad_x = (rows @ weight.to(grad.dtype)).to(ctx.input_dtype).view(ctx.input_shape)
         if ctx.needs_input_grad[1]:
             grad_weight = (rows.T @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
         return grad_x, grad_weight

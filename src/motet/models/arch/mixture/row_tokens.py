@@ -4,6 +4,7 @@ A limit of the load of an expert in a row needs the choices of all tokens of the
 While a module runs on a part of each row, an exchange between ranks is set, which gathers them.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -11,14 +12,10 @@ from torch import Tensor
 
 
 class RowExchange(Protocol):
-    """Gathers tensors of tokens from the ranks that share rows. Neither direction has a gradient."""
+    """Gathers tensors of tokens from the ranks that share rows. No gradient goes through it."""
 
-    def whole_rows(self, part: Tensor) -> Tensor:
-        """[R, t, ...] of the tokens of this rank -> [R, T, ...] of all tokens, in the order of the row."""
-        ...
-
-    def part_of_rows(self, rows: Tensor) -> Tensor:
-        """[R, T, ...] of all tokens -> [R, t, ...] of the tokens of this rank."""
+    def on_whole_rows(self, compute: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+        """The part of this rank of the result of `compute`, from the tensors of complete rows."""
         ...
 
 
@@ -26,13 +23,7 @@ class RowExchange(Protocol):
 row_exchange: ContextVar[RowExchange | None] = ContextVar("row exchange", default=None)
 
 
-def whole_rows(part: Tensor) -> Tensor:
-    """[R, t, ...] of the tokens of this rank -> [R, T, ...] of all tokens of the rows."""
+def on_whole_rows(compute: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+    """The result of `compute` on complete rows [R, T, ...], for the tokens [R, t, ...] of this rank."""
     exchange = row_exchange.get()
-    return part if exchange is None else exchange.whole_rows(part)
-
-
-def part_of_rows(rows: Tensor) -> Tensor:
-    """[R, T, ...] of all tokens of the rows -> [R, t, ...] of the tokens of this rank."""
-    exchange = row_exchange.get()
-    return rows if exchange is None else exchange.part_of_rows(rows)
+    return compute(*parts) if exchange is None else exchange.on_whole_rows(compute, *parts)

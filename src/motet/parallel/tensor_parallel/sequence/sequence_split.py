@@ -49,6 +49,7 @@ class CallRecord:
     calls: Mapping[str, list[ModuleCall]]
     result: Any
     rows: int
+    row_parts: Sequence[Sequence[Tensor]] = ()  # Tensors of which code needs complete rows, by call
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class _WholeInputError(Exception):
 @torch.no_grad()
 def record_forward(module: nn.Module, forward: Callable[[], Tensor], rows: int) -> CallRecord:
     """The calls of all modules in a forward of whole sequences."""
-    with same_dropout(rows, module), record_calls(dict(module.named_modules())) as calls:
+    run = PartRun({}, PartProposal(()), ranks=1)
+    with same_dropout(rows, module), record_calls(dict(module.named_modules())) as calls, run.hooked():
         result = forward()
-    return CallRecord(calls, result, rows)
+    return CallRecord(calls, result, rows, run.row_parts)
 
 
 @contextmanager
@@ -98,6 +100,10 @@ class _ComparedPiece(PartRun):
         # A module that reads other values than in the whole is accepted if the result of its caller, at this depth,
         # is right: an expert reads other tokens.
         self.suspicion: tuple[int, str] | None = None
+
+    def complete_rows(self, index: int) -> Sequence[Tensor]:
+        """The tensors of the whole sequence in one call of `on_whole_rows`."""
+        return self.record.row_parts[index]
 
     def call(self, name: str) -> ModuleCall:
         return self.record.calls[name][self.counts[name] - (name in self.running)]
