@@ -6,14 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import SIZES
+from small_models import SIZES, built
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from motet.memory.recompute import Recomputation
+from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.mixture import experts as experts_module
 from motet.models.arch.mixture.experts import Experts
 from motet.models.arch.mixture.mixture_of_experts import MixtureOfExperts, dropped_assignments, row_capacity
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
+from motet.models.user_module import find_blocks
 
 EXPERTS = {"count": 6, "per_token": 2, "hidden": 5}
 
@@ -69,6 +73,7 @@ CASES: list[dict[str, Any]] = [
     {"scores": "sigmoid", "weight_scale": 2.5, "shared": 2, "balance": {"kind": "bias"}},
     {"normalize_weights": False, "gated": False},
     {"groups": 3, "groups_per_token": 2, "per_token": 3, "shared": 1},
+    {"groups": 3, "groups_per_token": 1, "scores": "sigmoid", "balance": {"kind": "bias"}},
     {"capacity": 0.6, "drop": "last"},
 ]
 
@@ -81,7 +86,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 def test_outputs_and_gradients_are_those_of_a_loop_over_experts(values: dict[str, Any]) -> None:
     module, model = mixture(**values)
     if module.router.correction is not None:
-        module.router.correction.copy_(torch.randn(6).double() * 0.3)
+        module.router.correction.copy_(torch.randn(6).double() * 0.3 - 1)  # Most corrected scores are negative
     x = torch.randn(3, 7, model.hidden, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(3, 7, model.hidden, dtype=torch.float64)
     tensors = [x, *module.parameters()]
@@ -166,6 +171,29 @@ def expected_drops(experts: MixtureOfExpertsSettings, chosen: Tensor, weights: T
     return drops
 
 
+def test_the_capacity_is_a_factor_of_the_even_share_of_a_row_rounded_up() -> None:
+    def capacity(factor: float, tokens: int) -> int:
+        values = {"count": 8, "per_token": 3, "hidden": 4, "capacity": factor, "drop": "last"}
+        return row_capacity(MixtureOfExpertsSettings.model_validate(values), tokens)
+
+    assert [capacity(1.0, 16), capacity(1.25, 16), capacity(1.0, 17), capacity(0.1, 1)] == [6, 8, 7, 1]
+
+
+def test_a_dropped_assignment_has_no_weight_and_no_expert_in_training_alone() -> None:
+    module, model = mixture(capacity=0.5, drop="last")
+    limit, x = module.limit, torch.randn(1, 6, model.hidden, dtype=torch.float64)
+    assert limit is not None
+    weights = torch.rand(1, 6, 2, dtype=torch.float64) + 0.1
+    chosen = torch.tensor([0, 1]).expand(1, 6, 2)
+    kept, experts = limit(weights, chosen)
+    assert torch.equal(kept[:, :1], weights[:, :1]) and not kept[:, 1:].any()
+    assert torch.equal(experts[:, :1], chosen[:, :1]) and (experts[:, 1:] == 6).all()
+    assert all(map(torch.equal, limit.eval()(weights, chosen), (weights, chosen)))
+    with torch.no_grad():  # A result that overflows, times a weight of 0, would be no number
+        module.experts.up[-1], module.experts.down[-1] = 1e200, 1e200
+        assert module.experts(x, experts, kept).isfinite().all()
+
+
 @settings(deadline=None, max_examples=60)
 @given(routings())
 def test_any_routing_gives_each_token_its_experts_once(
@@ -192,3 +220,56 @@ def test_any_routing_gives_each_token_its_experts_once(
     )
     expected = (outputs.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, hidden)) * weights.unsqueeze(-1)).sum(-2)
     assert torch.allclose(module(x, chosen, weights), expected, rtol=1e-12, atol=1e-12)
+
+
+# --- recomputation, and generation -------------------------------------------------------------------
+
+DECODERS: list[dict[str, Any]] = [
+    {"experts": {**EXPERTS, "shared": 1, "capacity": 0.9, "drop": "lowest"}},
+    {
+        "experts": {**EXPERTS, "scores": "sigmoid", "groups": 3, "groups_per_token": 2, "first_dense_layers": 1},
+        "balance": {"kind": "bias"},
+        "latent_attention": {
+            "query_rank": 9,
+            "key_value_rank": 7,
+            "rotary_head_dim": 2,
+            "plain_head_dim": 5,
+            "value_head_dim": 3,
+        },
+    },
+]
+
+
+def gradients(values: dict[str, Any], policy: Any) -> tuple[list[Tensor], int]:
+    """The gradients of a decoder whose blocks have this policy, and the FLOPs of its products."""
+    model = built(DecoderSettings.model_validate({**SIZES, **values}), dtype=torch.float64)
+    Recomputation(find_blocks(model.module), [policy] * 2)
+    tokens = torch.arange(24).view(2, 12)
+    with FlopCounterMode(display=False) as counter:
+        model.module(tokens).square().sum().backward()
+    return [
+        parameter.grad for parameter in model.module.parameters() if parameter.grad is not None
+    ], counter.get_total_flops()
+
+
+@pytest.mark.parametrize("values", DECODERS, ids=["capacity", "latent attention"])
+def test_recomputation_has_the_same_bits_and_selective_repeats_no_product(values: dict[str, Any]) -> None:
+    (plain, flops), (selective, same_flops), (full, more_flops) = (
+        gradients(values, policy) for policy in ("none", "selective", "full")
+    )
+    assert len(plain) == len(selective) == len(full) > 15
+    assert all(map(torch.equal, selective, plain)) and all(map(torch.equal, full, plain))
+    assert same_flops == flops < more_flops
+
+
+@pytest.mark.parametrize("values", DECODERS, ids=["capacity", "latent attention"])
+def test_the_cache_gives_the_logits_of_complete_rows(values: dict[str, Any]) -> None:
+    """Evaluation drops no assignment."""
+    model = built(DecoderSettings.model_validate({**SIZES, **values}), dtype=torch.float64)
+    module, tokens, cache = model.module.eval(), torch.arange(24).view(2, 12), KeyValueCache(12)
+    assert model.next_logits is not None
+    with torch.no_grad():
+        complete = module(tokens)
+        for start, stop in ((0, 5), (5, 6), (6, 9), (9, 12)):
+            step = model.next_logits(tokens[:, start:stop], cache)
+            assert relative(step, complete[:, stop - 1]) < 1e-13

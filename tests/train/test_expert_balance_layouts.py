@@ -59,3 +59,27 @@ def test_numbers_of_every_layout_are_those_of_one_device(
     assert any(loads != expected.experts[0].layers[0].loads for loads in [e.layers[0].loads for e in expected.experts])
     for result in ranks.run(LAYOUTS[layout], train_mixture, job, timeout_s=300):
         check_equal(result, expected)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["zero=1", "zero=3", "pp=2"])
+def test_reproducible_layouts_have_the_same_bits(ranks: Ranks, folder: Path, layout: str) -> None:
+    """Losses and parameters; the entropies, which nothing uses, are rounded in another order."""
+    settings = (BALANCES["bias"], "run.reproducible=layout")
+    expected = train_mixture(ALONE, job_of_family(folder, "motet", *settings), 3)
+    for result in ranks.run(2, train_mixture, job_of_family(folder, "motet", *settings, f"layout.{layout}"), 3):
+        assert result.trained.losses == expected.trained.losses
+        assert [each.loss_sum for each in result.experts] == [each.loss_sum for each in expected.experts]
+        assert all(torch.equal(result.trained.parameters[n], p) for n, p in expected.trained.parameters.items())
+        assert all(torch.equal(buffer, expected.buffers[name]) for name, buffer in result.buffers.items())
+
+
+def test_terms_have_the_scale_of_fp16(folder: Path) -> None:
+    """A large part of the gradient is that of the terms here, so a wrong scale would show in the norm."""
+    balance = "kind='row', weight=0.5, z_weight=0.5"
+    half, single = (
+        train_mixture(ALONE, job_of_family(folder, "motet", balance, f"precision.recipe={recipe}", *more), 2)
+        for recipe, more in (("fp16", ["precision.emulate=true"]), ("fp32", []))
+    )
+    assert half.trained.norms == pytest.approx(single.trained.norms, rel=1e-2)
+    assert half.trained.losses == pytest.approx(single.trained.losses, rel=1e-3)

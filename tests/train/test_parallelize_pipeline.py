@@ -158,7 +158,7 @@ def test_what_a_pipeline_cannot_do_is_refused(ranks: Ranks) -> None:
         "backward: ranks of a pipeline hold",
         "update: ranks of a pipeline hold",
         "_Translator is called by itself, but ranks of a pipeline hold some of its blocks",
-        "step: the ranks of a pipeline have different batches; give ranks with the same engine.data_rank the same",
+        "step: ranks that share rows, or the blocks of a module, have different batches; give ranks with the same",
         "step: a rank has 1 micro-batches and another 2; in a pipeline give all ranks as many",
         "a batch of a pipeline is dict, in which no tensor with rows was seen",
     ]
@@ -180,7 +180,7 @@ def settings_refused(_: RankGroup) -> list[str]:
 
 def test_settings_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     sentences = [
-        "layout.pp = 2 splits layers or blocks, and each split is proven by running the module; give parallelize",
+        "layout.pp = 2 splits layers, rows or blocks, and each split is proven by running the module; give parallelize",
         "layout.pp = 2: the last stage computes the loss; give parallelize a loss=...",
         "layout.pp: example=... has one row",
         "a batch of a pipeline is dict, in which no tensor",

@@ -105,7 +105,7 @@ def refused(group: RankGroup, case: str) -> None:
     [
         (
             "no example",
-            r"layout.tp = 2 splits layers or blocks, and each split is proven by running the module; give .* example=",
+            r"layout.tp = 2 splits layers, rows or blocks, and each split is proven by running .*; give .* example=",
         ),
         ("wrong example", r"the loss fails on example=... with IndexError: .*; give a batch as a step gets it"),
         ("dropout", r"_Model has dropout, which in a custom loop is PyTorch's: .*; set it to 0, or train"),

@@ -15,6 +15,7 @@ from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError, MotetError, RankFailedError, check_input
 from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import parse_layout, resolve_layout, with_default_ranks
+from motet.parallel.model_sharding import CONTEXT_DIMENSION
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.compare.reference_runs import ReferenceRuns, make_external_reference, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute, recompute_layout
@@ -161,6 +162,11 @@ def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, ind
     settings = parse_layout(with_default_ranks(text, ranks))
     needs_job = f"layout {text!r}: motet.verify starts no server processes; use `motet verify JOB --layout ...`"
     check_input(not settings.uses_server_processes, needs_job)
+    check_input(
+        parallelize is not None or settings.dims.size(CONTEXT_DIMENSION) == 1,
+        f"layout {text!r}: motet.verify does not know the tokens of a batch of a module, which ranks would share; use "
+        "`motet verify JOB --layout ...`, or compare losses of motet.parallelize",
+    )
     check_compositions({"layout": settings})
     world, name = settings.dims.ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts

@@ -4,6 +4,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from motet.train.optimizer.module_plan import ParallelizeSettings
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.torch_optimizers import TorchOptimizer, optimizer_text, settings_of_torch_optimizer
 from motet.train.pipeline.custom_batches import LossFunction, proof_forwards
+from motet.train.proof.custom_rows import prove_rows
 from motet.train.proposed_sharding import sharding_on_ranks
 
 
@@ -67,11 +69,13 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
     `optimizer`, `communication`, `outer`, `memory` and `precision` are sections of a job; a string is the recipe. From
     an AdamW or SGD of torch, its class, or a partial of the class, motet takes all options, and clips no gradient.
-    `layout.tp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of batches. The
-    loss is computed from it, or the module is called with it. Without a process group there is one rank."""
+    `layout.tp`, `layout.cp` and `layout.pp` need an `example`, with which the split is proven: a batch, or a list of
+    batches. The loss is computed from it, or the module is called with it. Without a process group there is one
+    rank."""
     _show_user_errors_as_sentences()
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    _refuse_layout(layout)
+    servers = f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`"
+    check_input(not layout.uses_server_processes, servers)
     settings = ParallelizeSettings(
         layout,
         _optimizer_settings(optimizer, module),
@@ -97,7 +101,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
     check_same_on_all_ranks([*setting_lines, *module_signature(module)], group)
-    _refuse_own_dropout(module, splits_layers=resolved.dims.size(TENSOR_DIMENSION) > 1)
+    _refuse_own_dropout(module, shares_rows=resolved.dims.size(TENSOR_DIMENSION, CONTEXT_DIMENSION) > 1)
     _describe_optimizer(settings.optimizer, module, group)
     compute = getattr(torch, settings.precision.resolved.compute)
     prove = partial(_prove_split, module, resolved, layout, loss=loss, example=example, compute=compute)
@@ -109,20 +113,6 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     _prepare_steps(engine, settings.memory.device_limit)
     _PARALLELIZED_MODULES.update(module.modules())
     return engine
-
-
-def _refuse_layout(layout: LayoutSettings) -> None:
-    """Refuse a layout that a custom loop cannot have."""
-    check_input(
-        not layout.uses_server_processes,
-        f"layout.data = {layout.data!r} has no servers in a custom loop; leave it out, or use `motet train`",
-    )
-    degree = layout.dims.size(CONTEXT_DIMENSION)
-    check_input(
-        degree == 1,
-        f"layout.{CONTEXT_DIMENSION} = {degree} cuts the rows of a batch, whose form only your loop knows; leave it "
-        "out, or use `motet train`",
-    )
 
 
 def _optimizer_settings(
@@ -179,17 +169,22 @@ def _prove_split(
 ) -> ModelSharding:
     """The proven split of a module, by running it, or its loss, on the example."""
     dims, sharding = layout.dims, ModelSharding()
-    names = [name for name in (TENSOR_DIMENSION, PIPELINE_DIMENSION) if dims.size(name) > 1]
+    names = [name for name in (TENSOR_DIMENSION, CONTEXT_DIMENSION, PIPELINE_DIMENSION) if dims.size(name) > 1]
     words = " and ".join(f"layout.{name} = {dims.size(name)}" for name in names)
     check_input(
         example is not None,
-        f"{words} splits layers or blocks, and each split is proven by running the module; give parallelize an "
+        f"{words} splits layers, rows or blocks, and each split is proven by running the module; give parallelize an "
         "example=..., such as a batch",
     )
     run = partial(_first_output, module, loss)
     if TENSOR_DIMENSION in names:
         sharding = _prove_layers(module, settings, dims, run=run, example=example, has_loss=loss is not None)
         check_split_share(module, sharding, dims, required=settings.require_split)
+    if CONTEXT_DIMENSION in names:
+        check_input(loss is not None, f"{words}: ranks compute the losses of their tokens; give parallelize a loss=...")
+        assert loss is not None
+        calls = prove_rows(module, loss, example, ranks=dims.size(CONTEXT_DIMENSION))
+        sharding = replace(sharding, attention=calls)
     if PIPELINE_DIMENSION not in names:
         return sharding
     check_input(loss is not None, f"{words}: the last stage computes the loss; give parallelize a loss=...")
@@ -297,13 +292,13 @@ def _prepare_steps(engine: TrainingEngine, limit: int | None) -> None:
         engine.module.register_forward_pre_hook(partial(_refuse_outside_of_stages, engine.pipeline.stages))
 
 
-def _refuse_own_dropout(module: nn.Module, *, splits_layers: bool) -> None:
+def _refuse_own_dropout(module: nn.Module, *, shares_rows: bool) -> None:
     config: Any = getattr(module, "config", None)  # The config of a transformers model
     settings_of_module = config.to_dict() if hasattr(config, "to_dict") else None
     check_input(
-        not splits_layers or not has_dropout(module, settings_of_module),
-        f"{type(module).__name__} has dropout, which in a custom loop is PyTorch's: ranks that split layers would draw "
-        "different masks for what they share; set it to 0, or train the module by a job (model.factory)",
+        not shares_rows or not has_dropout(module, settings_of_module),
+        f"{type(module).__name__} has dropout, which in a custom loop is PyTorch's: ranks that split layers or rows "
+        "would draw different masks for what they share; set it to 0, or train the module by a job (model.factory)",
     )
 
 

@@ -53,6 +53,7 @@ from motet.train.pipeline.custom_batches import (
     sizes_of_batch,
 )
 from motet.train.pipeline.pipeline_step import MicroBatchWork, PipelineEngine, build_pipeline
+from motet.train.proof.custom_rows import rows_of_batch, tokens_at
 from motet.train.state import TrainingState, newest_checkpoint
 
 
@@ -143,14 +144,17 @@ class TrainingEngine:
     def _step(self, run: LossFunction, batches: Sequence[Any], learning_rate: float | None) -> StepStats:
         self._begin_step()
         counts, max_microbatches = dict[int, float](), self._max_microbatches(len(batches))
-        if self.pipeline is not None:
-            check_same_batches(batches, self.pipeline.group)
+        for sharing in (self.pipeline, self.context):
+            if sharing is not None:
+                check_same_batches(batches, sharing.group)
 
         def microbatch_at(index: int) -> MicroBatchWork:
-            return MicroBatchWork(partial(compute, index), sizes_of_batch(batches[index]) if self.pipeline else {})
+            batch, context = self._tokens_of_rank(batches[index])
+            sizes = sizes_of_batch(batch) if self.pipeline else {}
+            return MicroBatchWork(partial(compute, index, batch), sizes, context)
 
-        def compute(index: int) -> Tensor:
-            loss, counts[index] = loss_and_count(run(self.module, batches[index]))
+        def compute(index: int, batch: Any) -> Tensor:
+            loss, counts[index] = loss_and_count(run(self.module, batch))
             return loss
 
         losses = self.run_microbatches(microbatch_at, len(batches), most=max_microbatches)
@@ -159,6 +163,13 @@ class TrainingEngine:
             check_same_loss(total, self._same_loss_group)
         rate = self.learning_rate if learning_rate is None else learning_rate
         return self._update(rate, total, sum(counts.values()))
+
+    def _tokens_of_rank(self, batch: Any) -> tuple[Any, Callable[[], AbstractContextManager[None]]]:
+        """The tokens of a custom loop's batch that this rank computes, and the context in which it does."""
+        if self.context is None:
+            return batch, nullcontext
+        part = self.context.part_of(rows_of_batch(batch))
+        return tokens_at(batch, part.places), partial(self.attention_of, part)
 
     def run_microbatches(
         self, microbatch_at: Callable[[int], MicroBatchWork], count: int, *, most: int = 0
@@ -190,6 +201,10 @@ class TrainingEngine:
     def begin_step(self) -> None:
         """Begin a step, with buffers that are the same on all ranks."""
         self._refuse_by_hand("begin_step")
+        check_input(
+            self.context is None or self.loss_function is None,
+            "begin_step: ranks that share rows (layout.cp) compute some tokens of each; give complete batches to step",
+        )
         if self.step_limit is not None:
             self.step_limit.start()
         self._begin_step()

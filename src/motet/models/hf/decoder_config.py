@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from motet.core.config_loading import FrozenSettings
 from motet.core.errors import InputError, check_input
 from motet.models.hf.hf_config import (
     ACTIVATIONS,
@@ -165,6 +166,8 @@ def _other_functions(config: Mapping[str, Any], settings: DecoderSettings) -> It
 
 def _written(value: object) -> str:
     """A value as a job has it."""
-    if isinstance(value, RopeScalingSettings):
-        return "{" + ",".join(f"{name}={number}" for name, number in value.model_dump().items()) + "}"
+    if isinstance(value, FrozenSettings):
+        is_short = not isinstance(value, RopeScalingSettings)
+        values = value.model_dump(exclude_defaults=is_short)
+        return "{" + ",".join(f"{name}={each}" for name, each in values.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)

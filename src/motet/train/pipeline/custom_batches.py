@@ -131,12 +131,12 @@ def check_same_loss(total: Tensor, group: RankGroup) -> None:
 
 
 def check_same_batches(batches: Sequence[Any], group: RankGroup) -> None:
-    """Refuse ranks of one pipeline that have different batches: all of them compute with them."""
+    """Refuse ranks of one pipeline, or that share rows, with different batches: all of them compute with them."""
     fingerprint = batch_fingerprint(batches)
     bounds = torch.tensor([fingerprint, -fingerprint], dtype=torch.float64, device=group.device)
     all_reduce(bounds, group, op="max")
     check_input(
         not bounds.isfinite().all() or bounds[0] == -bounds[1],
-        "step: the ranks of a pipeline have different batches; give ranks with the same engine.data_rank the same "
-        "batches",
+        "step: ranks that share rows, or the blocks of a module, have different batches; give ranks with the same "
+        "engine.data_rank the same batches",
     )
