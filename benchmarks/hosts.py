@@ -104,7 +104,7 @@ def two_hosts(options: argparse.Namespace) -> Iterator[list[str]]:
             run("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", "cable", "root", *shape)
             setting = f"net.ipv4.tcp_congestion_control={options.congestion}"
             run("ip", "netns", "exec", host, "sysctl", "--quiet", "--write", setting)
-        print(f"link: {options.rate}, burst {options.burst}, {options.congestion}; {RANKS_PER_HOST} ranks per host")
+        print(f"link: {options.rate}, burst {options.burst}, {options.congestion}")
         yield hosts
     finally:
         for host in hosts:
@@ -117,11 +117,11 @@ def run(*command: str) -> None:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
 
 
-def start_ranks(hosts: list[str], folder: str) -> int:
+def start_ranks(hosts: list[str], folder: str, ranks_per_host: int = RANKS_PER_HOST) -> int:
     ranks, token = [], new_run_token().environment()
     try:
-        for rank in range(HOSTS * RANKS_PER_HOST):
-            command = ["ip", "netns", "exec", hosts[rank // RANKS_PER_HOST], sys.executable, *sys.argv]
+        for rank in range(HOSTS * ranks_per_host):
+            command = ["ip", "netns", "exec", hosts[rank // ranks_per_host], sys.executable, *sys.argv]
             environment = os.environ | token | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen([*command, "--rank", str(rank), "--folder", folder], env=environment))
         return max(rank.wait() for rank in ranks)

@@ -74,7 +74,7 @@ def step_with_one_tile(group: RankGroup, job: Job, limit: int, data: int) -> Non
     """A step whose ranks make the mask of all their queries and keys together."""
     with (
         patch.object(attention_blocks, "TILE_ELEMENTS", TOKENS * TOKENS),
-        patch.object(attention_tiles, "DOCUMENT_EDGE", TOKENS),
+        patch.object(attention_tiles, "MASKED_EDGE", TOKENS),
     ):
         peak_of_step(group, job, limit, data)
 

@@ -354,7 +354,8 @@ class ForwardRecorder:
         key = local, *features
         products = self._record.products
         if key not in products:
-            products[key] = ProductRecord(local, *features, self._operators, weight_gradient=name not in self._frozen)
+            dtype, is_trained = str(x.dtype).removeprefix("torch."), name not in self._frozen
+            products[key] = ProductRecord(local, *features, self._operators, dtype, weight_gradient=is_trained)
         products[key].count += count
         products[key].input_gradient |= x.requires_grad
 

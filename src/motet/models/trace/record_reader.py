@@ -43,6 +43,7 @@ class ProductRecord:
     in_features: int
     out_features: int
     operator: int  # The number of operators before it
+    dtype: str = ""  # That of its factors
     count: int = 0  # Vectors that are multiplied
     input_gradient: bool = False  # Backward computes it
     weight_gradient: bool = True
@@ -200,6 +201,11 @@ class _Reader:
         )
         return TracedBlock(spec, tuple(sorted(operations, key=lambda each: each[1])), saved)
 
+    def _dtype(self, name: str) -> str:
+        """A dtype as sizes of models have it, relative to that of the forward."""
+        is_wide = name == "float32" and self._compute != "float64"
+        return "compute" if name == self._compute else "wide" if is_wide else name
+
     def _products(self, records: Sequence[BlockRecord]) -> tuple[list[tuple[MatmulSpec, int]], dict[str, int]]:
         """Products with the operators before them; and for experts, name -> experts that each token visits."""
         shapes = records[0].parameters
@@ -230,6 +236,7 @@ class _Reader:
                 uses,
                 input_gradient=product.input_gradient,
                 weight_gradient=product.weight_gradient,
+                result_dtype=self._dtype(product.dtype),
             )
             result.append((made, product.operator))
         return result, routed
@@ -276,8 +283,7 @@ class _Reader:
     def _saved(self, sizes: Sequence[SavedRecord]) -> SavedActivation | SavedAttentionMatrix:
         first = sizes[0]
         growth = self.growth([each.elements for each in sizes])
-        wide = first.dtype == "float32" and self._compute != "float64"
-        dtype = "compute" if first.dtype == self._compute else "wide" if wide else first.dtype
+        dtype = self._dtype(first.dtype)
         rows, tokens, source = growth.exponents
         if tokens + source < 2:
             elements = max(1, round(growth.factor))

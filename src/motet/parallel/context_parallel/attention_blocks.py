@@ -5,7 +5,7 @@ computes probabilities again from the merged log-sum-exp, so that no matrix of s
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,7 @@ class BlockwiseAttention:
     options: ScoreOptions
     dropout: AttentionDropout | None
     groups: Sequence[tuple[Span, Span]]  # Query heads and key heads that are computed together
+    _ranges_by_span: dict[Span, list[tuple[int, int]]] = field(default_factory=dict, init=False)
 
     def attend(self, q: Tensor, blocks: Iterable[KeyBlock], value_dim: int) -> tuple[Tensor, Tensor]:
         """The output [R, h, t, Dv] and the log-sum-exp [R, h, t], both in float32 or float64."""
@@ -123,12 +124,19 @@ class BlockwiseAttention:
             if self.documents is None:
                 yield tile
                 continue
-            queries, keys = (self.documents[:, slice(*span)] for span in (tile.queries, tile.keys))
-            low, high = torch.maximum(queries.amin(1), keys.amin(1)), torch.minimum(queries.amax(1), keys.amax(1))
-            if torch.equal(torch.minimum(queries.amin(1), keys.amin(1)), torch.maximum(queries.amax(1), keys.amax(1))):
+            rows = list(zip(self._document_ranges(tile.queries), self._document_ranges(tile.keys), strict=True))
+            if all(queries == keys and keys[0] == keys[1] for queries, keys in rows):
                 yield from self.visible.tiles(tile.queries, tile.keys, replace(limits, has_documents=False))
-            elif (low <= high).any():
+            elif any(queries[0] <= keys[1] and keys[0] <= queries[1] for queries, keys in rows):
                 yield tile
+
+    def _document_ranges(self, span: Span) -> list[tuple[int, int]]:
+        """The first and the last document in a span of each row. Many tiles have the same span."""
+        if span not in self._ranges_by_span:
+            assert self.documents is not None
+            low, high = self.documents[:, slice(*span)].aminmax(dim=1)
+            self._ranges_by_span[span] = list(zip(low.tolist(), high.tolist(), strict=True))
+        return self._ranges_by_span[span]
 
     def _limits(self, q: Tensor, v: Tensor) -> TileLimits:
         keeps_scores = not self._is_fused(q, v, has_mask=True)
