@@ -75,7 +75,7 @@ def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
     return around_action("all_reduce", call=wrong)
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="belongs at element .* of gradient")
+@fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="it is the slice at element .* of gradient")
 def a_rank_gets_the_shard_of_another(rank: int) -> Patch:
     def wrong(own: Any, communicator: Any, *given: Any, source: torch.Tensor, **options: Any) -> Any:
         by_rank = source.view(communicator.mesh.shard_group.world, -1)
