@@ -52,8 +52,8 @@ WORKERS, STEPS = 2, 1000
 
 def make_plan(servers: int = 1) -> ParameterSlicingPlan:
     """The slices of a small model."""
-    named = dict(nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 3)).double().named_parameters())
-    groups = group_parameters(named, SETTINGS)
+    module = nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 3)).double()
+    named, groups = dict(module.named_parameters()), group_parameters(module, SETTINGS)
     sizes = {name: (g, named[name].numel()) for g, members in enumerate(groups.values()) for name in members}
     buckets = build_buckets({name: sizes[name] for name in named}, 1, 1000, first_max_numel=60)
     return ParameterSlicingPlan(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))

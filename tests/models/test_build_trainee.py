@@ -70,7 +70,6 @@ def test_bfloat16_is_near_float32() -> None:
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (DecoderSettings(**SIZES, experts={"count": 4, "per_token": 2, "hidden": 8}), "model.experts"),
         (DecoderSettings(**{**SIZES, "hidden": 12}), "model.head_dim = 3"),
         (DecoderSettings(**SIZES, rotary_fraction=0.3), "model.rotary_fraction = 0.3"),
         (DecoderSettings(**SIZES, rope_scaling={"low_frequency_factor": 4.0}), "scaling.high_frequency_factor = 4.0"),

@@ -16,7 +16,7 @@ from motet.core.errors import InputError
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.build import TrainableModel
 from motet.models.user_module import make_logits_function
-from motet.parallel.context_parallel.context_partition import ContextPartition
+from motet.parallel.context_parallel.context_partition import ContextSplit
 from motet.parallel.data_parallel.data_sharding import MicroBatchRows, RowPart
 from motet.precision.float64_mode import use_float64
 from motet.train import step
@@ -68,7 +68,7 @@ def test_what_a_row_has_once_is_not_cut() -> None:
 class PartRunner:
     """The engine and the data of a loop whose micro-batches are parts of rows."""
 
-    group, pipeline = SimpleNamespace(rank=0, device="cpu"), None
+    group, pipeline, balance = SimpleNamespace(rank=0, device="cpu"), None, None
 
     def batch(self, step: int, rows: range) -> Batch:
         return whole_rows()
@@ -83,6 +83,8 @@ class PartRunner:
     def attention_of(self, batch: Batch) -> Any:
         return nullcontext()
 
+    counting = attention_of
+
     def loss_sum(self, batch: Batch) -> Tensor:
         assert batch.places is not None
         return (batch.targets * batch.weights * (1 + batch.places)).sum()
@@ -94,7 +96,7 @@ def test_losses_and_targets_are_of_the_part_and_tokens_of_the_rows(monkeypatch: 
     layout = cast(Any, SimpleNamespace(sharding=SimpleNamespace(reproducible_batch_size=None)))
     loop = MicroBatchLoop(runner, runner, cast(TrainingEngine, runner), layout, 2)
     for rank in range(2):
-        part = MicroBatchRows(range(5, 7), part=RowPart(lambda tokens: ContextPartition(tokens, 2, "head-tail"), rank))
+        part = MicroBatchRows(range(5, 7), part=RowPart(ContextSplit(2, "head-tail"), rank))
         monkeypatch.setattr(step, "microbatches_of_rank", lambda *_, part=part: [part])
         results.append(loop.run(0, keep_batches=True))
     batch = whole_rows()

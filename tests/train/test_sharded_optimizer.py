@@ -148,9 +148,8 @@ def test_state_restores_bit_for_bit() -> None:
 
 
 def test_groups_by_pattern_first_match_counts() -> None:
-    named = dict(_net().named_parameters())
     norms = {"match": ("norm.*",), "weight_decay": 0.5, "learning_rate_scale": 2.0}
-    groups = group_parameters(named, _settings(groups=(norms, {"match": ("*.bias",), "learning_rate_scale": 3.0})))
+    groups = group_parameters(_net(), _settings(groups=(norms, {"match": ("*.bias",), "learning_rate_scale": 3.0})))
     assert {key: list(members) for key, members in groups.items()} == {
         (1.0, 0.1): ["table.weight", "unused.weight"],
         (2.0, 0.5): ["norm.weight", "norm.bias"],
@@ -160,7 +159,7 @@ def test_groups_by_pattern_first_match_counts() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(InputError, match=r"matches 'nomr\.\*'; names look like table\.weight"):
-        group_parameters(dict(_net().named_parameters()), _settings(groups=({"match": ("nomr.*",)},)))
+        group_parameters(_net(), _settings(groups=({"match": ("nomr.*",)},)))
 
 
 KINDS = {
