@@ -12,12 +12,17 @@ from torch import nn
 
 from motet.core.errors import InputError
 from motet.models.adapters import add_adapters
+from motet.models.arch.latent_attention import LatentAttention
 from motet.models.hf.peft_weights import DrawnAdapters
 from motet.models.settings import AdapterSettings
 from motet.parallel.model_sharding import TENSOR_DIMENSION, ShardRule
 from motet.parallel.proof import proof_values
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import ProvenSplits
+
+LATENT = {
+    "query_rank": 24, "key_value_rank": 16, "rotary_head_dim": 4, "plain_head_dim": 8, "value_head_dim": 6,
+}  # fmt: skip
 
 
 def proven(model: ModuleAndForwards, degree: int, **options: object) -> ProvenSplits:
@@ -262,6 +267,22 @@ def test_ranks_share_a_gate_with_one_output_and_have_parts_of_its_gradient() -> 
     assert spans_of(rules["blocks.0.gate.weight"], 1, 2) == [((0, 1),), ((0, 1),)]
     assert TENSOR_DIMENSION in rules["blocks.0.gate.bias"].partial_over
     assert TENSOR_DIMENSION not in rules["blocks.0.up.weight"].partial_over
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_heads_that_share_a_rotated_key_need_the_sum_of_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, is_copied: bool
+) -> None:
+    plan = LatentAttention.tensor_parallel_plan
+    monkeypatch.setattr(LatentAttention, "tensor_parallel_plan", plan if is_copied else plan | {"shared_key": "whole"})
+    module, forwards = our_model("tiny", kv_heads=4, latent_attention=LATENT)
+    latent = module.blocks[0].attention.latent
+    splits = proven((module, forwards), 2)
+    regions = [region for region in splits.regions if region.module == "blocks.0.attention"]
+    assert [region.columns for region in regions] == [
+        (("blocks.0.attention.key_value_up",), ("blocks.0.attention.query_up",), ("blocks.0.attention.shared_key",))
+    ] * is_copied
+    assert module.blocks[0].attention.latent is latent  # Its frozen sizes were tried, too
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)

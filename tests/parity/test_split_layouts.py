@@ -14,6 +14,11 @@ LIMITED = (
     "model.experts={count=4, per_token=2, hidden=16, shared=1, capacity=1.1, drop='lowest'}",
     "model.balance={kind='bias', weight=0.1, z_weight=0.01}",
 )
+SHORT_VECTORS = (
+    "model.latent_attention={query_rank=24, key_value_rank=16, rotary_head_dim=4, plain_head_dim=8, value_head_dim=6}",
+    "model.kv_heads=4",
+    "model.dropout=0.1",
+)
 MODELS = {
     "decoder": ("decoder", UNEVEN),
     "GPT-2-like": ("decoder", (*GPT2_LIKE, "model.dropout=0.1")),
@@ -23,6 +28,7 @@ MODELS = {
     **{name: (name, ()) for name in ("bert", "t5", "llama", "gpt2", "qwen2", "classify", "adapters")},
     **{name: (name, ()) for name in MIXTURES},
     "limited experts": ("decoder", LIMITED),
+    "latent attention": ("decoder", SHORT_VECTORS),
 }
 STAGES = ("tp=2 zero=0", "tp=2 dp=2 zero=1", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3 microbatches=2")
 LAYOUTS = [f"{stage}{sequence}" for sequence in ("", " sp=true") for stage in STAGES]
@@ -33,20 +39,21 @@ CASES = [
     *(
         (model, layout)
         for model in MODELS
-        if model not in (*MIXTURES, "limited experts", "layers that stay whole")
+        if model not in (*MIXTURES, "limited experts", "latent attention", "layers that stay whole")
         for layout in LAYOUTS
     ),
     *((model, f"{split} sp=true zero=0") for model in MIXTURES for split in ("tp=2", "tp=2 cp=2")),
+    *(("latent attention", f"{split} zero=0") for split in ("tp=2 sp=true", "tp=2 cp=2")),
     *(("limited experts", f"{split} zero=0") for split in ("cp=2", "tp=2 sp=true", "tp=2 cp=2 sp=true", "pp=2")),
     *((model, "cp=2 zero=0") for model in ("llama", "gpt2", "qwen2", *MIXTURES)),
     ("layers that stay whole", "tp=4"),
     ("llama", "tp=4 sp=true"),
 ]
-# Outputs of which nothing says how they lie: those of modules without a weight between split layers, and the second
-# output of a router.
+# Outputs of which nothing says how they lie: those of modules without a weight between split layers, the second output
+# of a router, and a key whose gradients on ranks are summands.
 BETWEEN = (
     r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
-    r".*(gate|router)\[1\]|transform|transform_norm|whole model.*)$"
+    r".*((gate|router)\[1\]|shared_key)|transform|transform_norm|whole model.*)$"
 )
 
 

@@ -24,6 +24,7 @@ class LatentAttention(nn.Module):
         "query": "columns",
         "query_up": "columns",
         "key_value_up": "columns",
+        "shared_key": "copy",
         "output": "rows",
     }
 
@@ -40,6 +41,7 @@ class LatentAttention(nn.Module):
             self.query_norm = RMSNorm(latent.query_rank, s.norm_eps)
             self.query_up = nn.Linear(latent.query_rank, s.heads * self.key_dim, bias=False)
         self.key_value_down = nn.Linear(s.hidden, rank + latent.rotary_head_dim, bias=has_bias)
+        self.shared_key = nn.Identity()  # Gets the part of a key that is rotated, for the heads of all ranks
         self.key_value_norm = RMSNorm(rank, s.norm_eps)
         self.key_value_up = nn.Linear(rank, s.heads * width, bias=False)
         self.output = nn.Linear(s.heads * latent.value_head_dim, s.hidden, bias=s.bias)
@@ -47,14 +49,16 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor, *, cache: LayerCache | None = None) -> Tensor:
         """[R, T, H] -> [R, T, H]; `rotary` are the rotations of the tokens."""
         s = self.latent
-        queries = self.query(x) if s.query_rank is None else self.query_up(self.query_norm(self.query_down(x)))
-        q = apply_rotary(queries.unflatten(-1, (-1, self.key_dim)), rotary)
+        # Products that all ranks compute come before the split ones
         short, rotated = self.key_value_down(x).split((s.key_value_rank, s.rotary_head_dim), dim=-1)
+        short_query = None if s.query_rank is None else self.query_norm(self.query_down(x))
+        shared = apply_rotary(self.shared_key(rotated).unsqueeze(2), rotary)
         keys_values = self.key_value_up(self.key_value_norm(short))
+        queries = self.query(x) if short_query is None else self.query_up(short_query)
+        q = apply_rotary(queries.unflatten(-1, (-1, self.key_dim)), rotary)
         plain, v = keys_values.unflatten(-1, (-1, s.plain_head_dim + s.value_head_dim)).split(
             (s.plain_head_dim, s.value_head_dim), dim=-1
         )
-        shared = apply_rotary(rotated.unsqueeze(2), rotary)
         k = torch.cat((shared.expand(-1, -1, plain.shape[2], -1), plain), dim=-1)
         if cache is not None:
             k, v = cache.extend(k, v)

@@ -189,18 +189,17 @@ def _smaller_experts(
 def _smaller_latent_attention(
     latent: LatentAttentionSettings, small: "_Widths", hidden: int
 ) -> LatentAttentionSettings:
-    """Short vectors, and small parts of heads; equal parts stay equal."""
-    rotary = small.width(latent.rotary_head_dim, 8)
+    """Short vectors, and small parts of heads; equal parts stay equal. A size of a head is that of no vector."""
     plain, rank = small.width(latent.plain_head_dim, 8), latent.query_rank
+    rotary = small.width(latent.rotary_head_dim, 8, plus=plain)
+    is_plain = latent.value_head_dim == latent.plain_head_dim
     return latent.model_copy(
         update={
-            "query_rank": rank and small.width(rank, hidden / 2),
-            "key_value_rank": small.width(latent.key_value_rank, hidden / 4),
-            "rotary_head_dim": rotary,
             "plain_head_dim": plain,
-            "value_head_dim": plain
-            if latent.value_head_dim == latent.plain_head_dim
-            else small.width(latent.value_head_dim, 8),
+            "rotary_head_dim": rotary,
+            "value_head_dim": plain if is_plain else small.width(latent.value_head_dim, 8),
+            "query_rank": rank and small.width(rank, hidden / 2),
+            "key_value_rank": small.width(latent.key_value_rank, hidden / 4, plus=rotary),
         }
     )
 
@@ -319,13 +318,15 @@ class _Widths:
         step = self.heads if size % self.large_heads == 0 else 1
         return self.width(size, self.scale * size, step=step)
 
-    def width(self, size: int, target: float, *, keeps_remainder: bool = False, step: int = 1) -> int:
-        """A width of about `target`, which ranks divide as they did, and which is a multiple of 8 if it was."""
+    def width(self, size: int, target: float, *, keeps_remainder: bool = False, step: int = 1, plus: int = 0) -> int:
+        """A width of about `target`, which ranks divide as they did, and which is a multiple of 8 if it was. No other
+        width is its sum with `plus`."""
         unit = math.lcm(self.sizes.degree, 8)
         first = math.ceil(max(8, math.ceil(target)) / step) * step
         for small in range(first, min(size, first + 64 * unit * step), step):
             same = small % unit == size % unit if keeps_remainder else self._is_like(small, size)
-            if same and small not in self.taken:
+            if same and self.taken.isdisjoint({small, small + plus}):
+                self.take(small + plus)
                 return self.take(small)
         return size
 

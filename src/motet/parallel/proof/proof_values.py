@@ -128,8 +128,8 @@ def local_values(
         holder, first = module.get_submodule(path), name.partition(".")[0]
         before.append((holder, first, getattr(holder, first)))
     with replaced_items(changed):
-        set_attributes(module, attributes)
         try:
+            set_attributes(module, attributes)  # Raises for a frozen object, after it has set others
             yield
         finally:
             for holder, name, value in reversed(before):

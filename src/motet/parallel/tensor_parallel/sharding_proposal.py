@@ -24,7 +24,11 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.proof.module_calls import ModuleCall, record_calls
 from motet.parallel.proof.part_proof import Forward
 from motet.parallel.proof.proof_values import random_values
-from motet.parallel.tensor_parallel.sequence.sequence_split import SequenceSplit, prove_sequence_split
+from motet.parallel.tensor_parallel.sequence.sequence_split import (
+    SequenceSplit,
+    prove_sequence_split,
+    splits_of_outputs,
+)
 from motet.parallel.tensor_parallel.split_proof import prove_splits
 from motet.parallel.tensor_parallel.split_regions import RULE_OF_JOB, LayerSplit, SplitRegion
 from motet.parallel.tensor_parallel.vocabulary.vocabulary_proof import VocabularySplit, prove_vocabulary
@@ -124,10 +128,9 @@ def _parameters_of(module: nn.Module, name: str) -> list[str]:
 
 def _activations(module: nn.Module, region: SplitRegion, calls: Mapping[str, ModuleCall]) -> Iterator[ActivationSplit]:
     """The splits of the outputs of a region's layers on its ranks."""
-    for layer in (layer for group in region.columns for layer in group):
-        shape, splits = module.get_parameter(f"{layer}.weight").shape, region.rules[f"{layer}.weight"].splits
-        along_output = [split.moved(len(_output_shape(calls[layer])) - 1, shape[split.dim]) for split in splits]
-        yield ActivationSplit(layer, "output", tuple(along_output))
+    layers = [layer for group in region.columns for layer in group]
+    for layer, splits in splits_of_outputs(module, region, layers, calls=calls):
+        yield ActivationSplit(layer, "output", splits)
     yield from (ActivationSplit(row, "output") for row in region.rows)
 
 

@@ -26,6 +26,7 @@ from motet.parallel.tensor_parallel.split_proposals import (
     SplitProposal,
     advice_on_numbers,
     candidate_regions,
+    declared_copies,
     declared_roles,
     is_inside,
     join_proposals,
@@ -108,7 +109,7 @@ class _SplitSearch:
         counts = Counter(id(parameter) for _, parameter in named)
         self.names = frozenset(name for name, _ in named)
         self.aliased = frozenset(name for name, parameter in named if counts[id(parameter)] > 1)
-        self.blocks = list(named_blocks(self.module))
+        self.blocks, self.copies = list(named_blocks(self.module)), declared_copies(self.module)
         layers = self.observed.layers
         self.block_of = {layer: block for layer in layers for block in self.blocks if is_inside(layer, block)}
         self.taken |= {name for name, role in self.forced.items() if role == "whole"}
@@ -129,7 +130,9 @@ class _SplitSearch:
     def _search_module(self, name: str) -> None:
         """Prove the regions of layers that are in this module, and in one block or in none."""
         hidden = {layer for layer, block in self.block_of.items() if block != name and is_inside(block, name)}
-        regions = list(candidate_regions(self.observed, name, self.taken | hidden))
+        copies = tuple(each for each in self.copies if each.rpartition(".")[0] == name)
+        found_here = candidate_regions(self.observed, name, self.taken | hidden)
+        regions = [replace(region, copies=copies) for region in found_here]
         for region in sorted(regions, key=self._rank):
             is_known = any((region.columns, region.rows) == (known.columns, known.rows) for known in self.reasons)
             if is_known or not self.taken.isdisjoint(self._between(region)) or not self._is_allowed(region):
@@ -351,7 +354,7 @@ class _SplitSearch:
             if name in self.names:
                 rules[name] = ShardRule((), complete, f"whole, added once, {where}")
         return SplitRegion(
-            region.module, region.columns, region.rows, rules, proposal.attributes, proposal.input_widths, found_by
+            region.module, region.readers, region.rows, rules, proposal.attributes, proposal.input_widths, found_by
         )
 
     def _innermost(self, name: str) -> CandidateRegion:

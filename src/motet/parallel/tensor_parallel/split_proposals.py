@@ -69,6 +69,12 @@ class CandidateRegion:
     module: str
     columns: tuple[tuple[str, ...], ...]
     rows: tuple[str, ...]
+    copies: tuple[str, ...] = ()  # Modules without parameters that get a whole tensor of which each rank uses a part
+
+    @property
+    def readers(self) -> tuple[tuple[str, ...], ...]:
+        """The modules that read each tensor that enters the region."""
+        return (*self.columns, *((name,) for name in self.copies))
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -204,12 +210,13 @@ def output_dim_of_weight(
 def candidate_regions(observed: ObservedForward, module: str, taken: Collection[str]) -> Iterator[CandidateRegion]:
     """Regions of the layers in a module that are not `taken`: a layer by rows, and one to three groups before it.
 
-    The nearest groups come first. A layer is in the group of the layers that read the same tensor.
+    The nearest groups come first. A layer is in the group of the layers that read the same tensor. Last come groups
+    with one between them that stays whole, such as the layer that makes a short vector of keys and values.
     """
     groups = _groups(observed, module, taken)
-    for count in (1, 2, 3):
-        for last in range(count, len(groups)):
-            columns = tuple(groups[last - count : last])
+    for places in ((1,), (2, 1), (3, 2, 1), (3, 1)):
+        for last in range(max(places), len(groups)):
+            columns = tuple(groups[last - place] for place in places)
             rows = groups[last]
             if len(rows) == 1 and not any(rows[0] in group for group in columns):
                 yield CandidateRegion(module, columns, rows)
@@ -292,7 +299,7 @@ def join_proposals(
 ) -> PartProposal:
     """Several regions, split in these ways, as one proposal."""
     return PartProposal(
-        tuple(comm for each in proposals for comm in region_comms(each.region.columns, each.region.rows)),
+        tuple(comm for each in proposals for comm in region_comms(each.region.readers, each.region.rows)),
         {name: split for each in proposals for name, split in each.splits.items()},
         tuple(attribute for each in proposals for attribute in each.attributes),
         tuple(width for each in proposals for width in each.input_widths),
@@ -324,15 +331,30 @@ def propose_splits(facts: RegionFacts, problems: list[str]) -> Iterator[SplitPro
     inner = facts.layers[facts.region.rows[0]].in_width
     for unit in (*head_sizes(facts.observed, facts.region), 1):
         is_alone = unit > 1 and len(columns) == 1  # Then one product has queries, keys and values
-        for parts in product(*(_fused_parts(layer.out_width, inner, unit, has_keys=is_alone) for layer in columns)):
+        by_layer = product(*(_fused_parts(layer.out_width, inner, unit, has_keys=is_alone) for layer in columns))
+        for index, parts in enumerate(by_layer):
             splits = {layer.name: split_of(-1, each, unit=unit) for layer, each in zip(columns, parts, strict=True)}
-            try:
-                local = _LocalSizes(inner, [(c.out_width, splits[c.name]) for c in columns], facts.degree)
-            except InputError as error:
-                units = "heads of {unit} elements" if unit > 1 else "elements"
-                problems.append(str(error).replace(f"units of {unit} elements", units.format(unit=unit)))
-                continue
-            yield from _with_attributes(facts, splits, local)
+            yield from _with_columns(facts, splits, unit, problems=problems)
+            widths = [layer.out_width for layer in columns]
+            if index == 0 and len(columns) > 1 and not any(width % (inner // unit) for width in widths):
+                # As many heads in each layer, of different sizes, such as those of latent attention
+                sizes = {layer.name: split_of(-1, unit=layer.out_width * unit // inner) for layer in columns}
+                yield from islice(_with_columns(facts, sizes, unit, problems=[]), 1)
+
+
+def _with_columns(
+    facts: RegionFacts, columns: Mapping[str, DimensionSplit], unit: int, *, problems: list[str]
+) -> Iterator[SplitProposal]:
+    """Ways to split a region whose column layers are split in this way, and whose row layers read heads of `unit`."""
+    inner = facts.layers[facts.region.rows[0]].in_width
+    widths = [(facts.layers[name].out_width, split) for name, split in columns.items()]
+    try:
+        local = _LocalSizes(inner, widths, facts.degree, unit=unit)
+    except InputError as error:
+        units = "heads of {unit} elements" if unit > 1 else "elements"
+        problems.append(str(error).replace(f"units of {unit} elements", units.format(unit=unit)))
+        return
+    yield from _with_attributes(facts, columns, local)
 
 
 def _fused_parts(width: int, inner: int, unit: int, *, has_keys: bool) -> list[tuple[int, ...]]:
@@ -353,8 +375,8 @@ def split_of(dim: int, parts: tuple[int, ...] = (), *, unit: int = 1) -> Dimensi
 class _LocalSizes:
     """Widths and numbers of heads in a region, each with its value on a rank; raises InputError if there is none."""
 
-    def __init__(self, inner: int, columns: Sequence[tuple[int, DimensionSplit]], degree: int) -> None:
-        self.degree, self.unit = degree, columns[0][1].unit
+    def __init__(self, inner: int, columns: Sequence[tuple[int, DimensionSplit]], degree: int, *, unit: int) -> None:
+        self.degree, self.unit = degree, unit
         self.values: dict[int, int] = {}
         self.splits: dict[int, DimensionSplit] = {}  # Split of a dimension by its length
         self._add(inner, split_of(0, unit=self.unit), can_be_shared=False)
@@ -464,6 +486,7 @@ def propose_jointly(
                 name,
                 tuple(group for way in together for group in way.region.columns),
                 tuple(row for way in together for row in way.region.rows),
+                tuple(copy for way in together for copy in way.region.copies),
             )
             yield SplitProposal(
                 region,
@@ -500,6 +523,12 @@ def declared_roles(module: nn.Module, plan: Mapping[str, str] | None = None) -> 
         for name in names
         if fnmatchcase(name, pattern)
     }
+
+
+def declared_copies(module: nn.Module) -> list[str]:
+    """The modules that `tensor_parallel_plan` of another module declares as readers of a whole tensor."""
+    plans = ((path, getattr(part, "tensor_parallel_plan", None) or {}) for path, part in module.named_modules())
+    return [f"{path}.{name}".lstrip(".") for path, plan in plans for name, role in plan.items() if role == "copy"]
 
 
 def split_row_input(module: nn.Module, layer: LinearLayer) -> SplitProposal:

@@ -73,7 +73,7 @@ def _multiply(x: Tensor, matrices: Tensor, stops: Tensor) -> Tensor:
     if _is_kernel_fit(x, matrices):
         return F.grouped_mm(x, matrices, offs=stops.to(torch.int32))
     result = x.new_empty(len(x), matrices.shape[-1])
-    for rows, matrix in zip(_groups(stops, len(x)), matrices, strict=True):
+    for rows, matrix in zip(_groups(stops, x), matrices, strict=False):
         torch.mm(x[rows], matrix, out=result[rows])
     return result
 
@@ -83,7 +83,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, stops: Tensor) -> Tensor:
     if _is_kernel_fit(x, grad):
         return F.grouped_mm(grad.mT, x, offs=stops.to(torch.int32))
     result = x.new_empty(len(stops), grad.shape[-1], x.shape[-1])
-    for rows, out in zip(_groups(stops, len(x)), result, strict=True):
+    for rows, out in zip(_groups(stops, x), result, strict=False):
         torch.mm(grad[rows].T, x[rows], out=out)
     return result
 
@@ -95,10 +95,10 @@ def _is_kernel_fit(x: Tensor, other: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and not any(width % _KERNEL_BYTES for width in widths)
 
 
-def _groups(stops: Tensor, count: int) -> Iterator[slice]:
-    """The rows of each expert; in a step of shapes, which has no values, they are spread evenly."""
-    size = len(stops)
-    numbers = [(i + 1) * count // size for i in range(size)] if stops.is_meta else stops.tolist()
+def _groups(stops: Tensor, x: Tensor) -> Iterator[slice]:
+    """The rows of each expert. In a step of shapes, which has no values, all are those of the first expert: as many
+    operations for any number of experts, with as many FLOPs."""
+    numbers = [len(x)] if x.is_meta else stops.tolist()
     return (slice(start, stop) for start, stop in zip([0, *numbers], numbers, strict=False))
 
 

@@ -14,7 +14,7 @@ that it computes are compared with that record. So ranks are proven one after an
 The residual stream of one list of blocks, and the communication with which ranks split it along tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -372,10 +372,8 @@ class BlockStream:
         for region in self.regions:
             # Where rows and tokens are one dimension, ranks gather them in another order.
             inside = [columns for columns in region.columns if self._opening(columns).dim != 0]
-            for layer in (layer for columns in inside for layer in columns):
-                dim, name = self.calls[layer][0].output.ndim - 1, f"{layer}.weight"
-                shape, rule = self.module.get_parameter(name).shape, region.rules.get(name, ShardRule())
-                outputs[layer] = tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
+            layers, first = [layer for columns in inside for layer in columns], {n: c[0] for n, c in self.calls.items()}
+            outputs |= dict(splits_of_outputs(self.module, region, layers, calls=first))
         entries = [ActivationSplit(module, "input", splits) for module, splits in inputs.items()]
         return [*entries, *(ActivationSplit(module, "output", splits) for module, splits in outputs.items())]
 
@@ -399,6 +397,16 @@ class BlockStream:
                 name = f"{after[0]}.weight"
                 split = region.rules[name].splits[0]
                 yield self._opening(columns).module, (self.module.get_parameter(name).shape[split.dim], split)
+
+
+def splits_of_outputs(
+    module: nn.Module, region: SplitRegion, readers: Iterable[str], *, calls: Mapping[str, ModuleCall]
+) -> Iterator[tuple[str, tuple[DimensionSplit, ...]]]:
+    """The splits of the outputs of column layers of a region. Readers without a weight have summands of gradients."""
+    for layer in readers:
+        if rule := region.rules.get(name := f"{layer}.weight"):
+            dim, shape = calls[layer].output.ndim - 1, module.get_parameter(name).shape
+            yield layer, tuple(split.moved(dim, shape[split.dim]) for split in rule.splits)
 
 
 def _layers(region: SplitRegion) -> list[str]:
