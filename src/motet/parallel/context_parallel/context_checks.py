@@ -26,11 +26,8 @@ def check_context_sequence(layout: Layout, shape: MicroBatchShape, *, setting: s
 def check_context_heads(layout: Layout, attention: Sequence[AttentionSpec]) -> None:
     """Refuse an all-to-all over more ranks than there are query heads in one of the calls of attention, as a rank of
     tensor parallelism computes them."""
-    setting, ranks = (
-        ("cp_kind = 'all-to-all' with layout.cp", layout.cp)
-        if layout.cp_kind == "all-to-all"
-        else ("cp_inner", layout.cp_inner)
-    )
+    ranks, is_inner = layout.context.head_ranks, layout.cp_kind != "all-to-all"
+    setting = "cp_inner" if is_inner else "cp_kind = 'all-to-all' with layout.cp"
     heads = min((each.heads for each in attention), default=ranks)
     where = f" on each of layout.tp = {layout.tp} ranks" * (layout.tp > 1)
     check_input(

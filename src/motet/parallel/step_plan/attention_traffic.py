@@ -99,15 +99,11 @@ def _modules(plan: StepPlan) -> tuple[set[str], set[str]]:
     for tensor in plan.inventory.tensors:
         if tensor.kind not in ("trained", "frozen") or len(tensor.shape) < 2:
             continue
-        is_split = any(each.over == TENSOR_DIMENSION for each in plan.model_sharding.rule(tensor.name).splits)
-        module = tensor.name
-        while module:
-            module = module.rpartition(".")[0]
-            if module in split or (module in with_tensors and not is_split):
-                break  # Modules around it are there, too
-            with_tensors.add(module)
-            if is_split:
-                split.add(module)
+        names = tensor.name.split(".")
+        around = {".".join(names[:count]) for count in range(len(names))}
+        with_tensors |= around
+        if any(each.over == TENSOR_DIMENSION for each in plan.model_sharding.rule(tensor.name).splits):
+            split |= around
     return with_tensors, split
 
 
