@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hosts import HOSTS, PREFIX, missing, start_ranks, two_hosts
+from hosts import HOSTS, PREFIX, add_link_arguments, missing, start_ranks, two_hosts
 from parts.arguments import parse_arguments
 from parts.rank_processes import launch, rank_group
 from parts.report.pages import DOCS, collected_results, fill, load_of_machine, store_result, table
@@ -65,12 +65,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), help="KIND-TOKENS; kinds: " + ", ".join(WORDS))
     parser.add_argument("--decoder", type=int, default=4096, help="tokens of the row of the decoder; 0 for none")
     parser.add_argument("--link", type=int, default=4096, help="tokens of the row over a shaped link; 0 for none")
-    parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--burst", default="32kb", help="bytes that may pass unshaped after a rest")
-    parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    add_link_arguments(parser, PAGE)
     small = [f"{kind}-256" for kind in WORDS]
     options = parse_arguments(parser, ranks=[2], rounds=1, cases=small, decoder=256, link=256)
     warnings.filterwarnings("ignore")

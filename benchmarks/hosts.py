@@ -34,16 +34,21 @@ PREFIX = "motet-hosts-"
 PAGE = DOCS / "hosts.md"
 
 
+def add_link_arguments(parser: argparse.ArgumentParser, page: Path) -> None:
+    """The arguments of a benchmark over a shaped link, and of its ranks."""
+    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--burst", default="32kb", help="bytes that may pass unshaped after a rest")
+    parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
+    parser.add_argument("--page", action="store_true", help=f"write {page.name}")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 64], help="MiB")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--burst", default="32kb", help="bytes that may pass unshaped after a rest")
-    parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    add_link_arguments(parser, PAGE)
     options = parse_arguments(parser, sizes=[1], rounds=1)
     if options.rank is not None:
         measure_as_rank(options)
