@@ -1,5 +1,7 @@
 """Small models of each family, their batches, and the bytes that autograd keeps of a forward."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +10,11 @@ from small_models import built
 from motet.core.batch import Batch
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import MicroBatchShape
+from motet.parallel.parallel_dims import ParallelDims
+from motet.parallel.process.process_group import RankGroup
+from motet.train.balance.balanced_layers import find_balanced_layers
+from motet.train.balance.expert_balance import ExpertBalance
+from motet.train.job import job_from_tree
 
 SMALL = {"vocab_size": 50, "context": 64, "layers": 2, "hidden": 24, "heads": 6, "ffn_hidden": 17}
 CASES: dict[type[TransformerSettings], list[dict[str, Any]]] = {}
@@ -29,6 +36,8 @@ MIXTURES: list[dict[str, Any]] = [
     {"experts": {**_MIXTURE, "normalize_weights": False, "first_dense_layers": 1, "shared": 1}, "gated": False},
     {"experts": {**_MIXTURE, "shared": 1}, "gated": False, "activation": "relu", "balance": {"kind": "bias"}},
     {"experts": {**_MIXTURE, "groups": 3, "groups_per_token": 2, "capacity": 1.1, "drop": "last"}},
+    {"experts": {**_MIXTURE, "shared": 1}, "balance": {"kind": "row"}},
+    {"experts": {**_MIXTURE, "scores": "sigmoid"}, "balance": {"kind": "row", "z_weight": 0.1}},
 ]
 LATENT: list[dict[str, Any]] = [
     {"latent_attention": _LATENT},
@@ -67,8 +76,17 @@ def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
 def forward(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
     trainee, batch = built(model, 0, dtype), batch_of(model, shape)
 
+    if isinstance(model, DecoderSettings) and model.balance.row_weight + model.balance.z_weight:
+        tree = {"name": "small", "run": {"steps": 1}, "data": {"sequence_length": shape.length}}
+        job = job_from_tree({**tree, "model": model.model_dump(mode="json", exclude_unset=True)}, "small")
+        layers, group = find_balanced_layers(job, trainee.module), RankGroup(0, 1, None, torch.device("cpu"))
+        balance = ExpertBalance(trainee.module, layers, model.balance, group=group, dims=ParallelDims(()))
+        balanced: Any = partial(balance.rows, balance.rows_of(batch, 1.0))
+    else:
+        balanced = nullcontext
+
     def loss() -> torch.Tensor:
-        with trainee.randomness(0, batch.rows):
+        with trainee.randomness(0, batch.rows), balanced():
             return trainee.loss_sum(batch)
 
     return trainee.module, loss

@@ -11,6 +11,7 @@ and output head by the vocabulary.
 Parts of published decoders that motet's own decoder does not have. They are known for planning alone.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
@@ -428,7 +429,20 @@ def _router(s: DecoderSettings, experts: MixtureOfExpertsSettings, *, bias: bool
         saved.append(SavedActivation("ffn.router.chosen_scores", per_token + 1, dtype="wide"))
     if experts.capacity is not None:
         saved.append(SavedActivation("ffn.router.dropped", per_token, dtype="bool"))
-    return replace(router, operations=(product,)) + saved_spec(*saved)
+    return replace(router, operations=(product,)) + saved_spec(*saved, *_balance_terms(s, experts))
+
+
+def _balance_terms(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> Iterator[SavedActivation]:
+    """The tensors that the terms of rows keep, in float32 at least."""
+    count = experts.count
+    if s.balance.row_weight:  # Scores that add up to 1; sigmoids, their sum, and the sum that is not too small
+        sums = 2 if experts.scores == "sigmoid" else 0
+        yield SavedActivation("ffn.balance.scores", count + sums, dtype="wide")
+        yield SavedActivation("ffn.balance.fractions", count, "row", dtype="wide")
+    if s.balance.z_weight:  # Logits, and their log-sum-exp
+        yield SavedActivation("ffn.balance.logits", count + 1, dtype="wide")
+    if s.balance.row_weight or s.balance.z_weight:
+        yield SavedActivation("ffn.balance.targets", 1, "row", dtype="wide")
 
 
 def _shared_experts(s: DecoderSettings, width: int) -> LayerSpec:

@@ -54,7 +54,7 @@ class RowTerms:
         if z_weight := self.settings.z_weight:
             squares = logits.to(values.dtype).logsumexp(-1).square().reshape(rows, -1)
             values = values + z_weight * squares.sum(1) / self.row_tokens
-        return values * targets.to(values.dtype)
+        return values * targets.to(values.dtype, copy=True)  # Predicted bytes have one of each layer, in float64 too
 
 
 def entropies(logits: Tensor, scores: ScoreKind, rows: int) -> Tensor:
