@@ -74,7 +74,7 @@ class RopeScalingSettings(FrozenSettings):
 class MixtureOfExpertsSettings(FrozenSettings):
     """Mixture of experts in place of the feed-forward network: each token visits a few of the experts."""
 
-    count: Annotated[int, Field(ge=1)]
+    count: Annotated[int, Field(ge=2)]
     per_token: Annotated[int, Field(ge=1)]
     hidden: Annotated[int, Field(ge=1)]
     """The inner width of an expert."""
@@ -271,7 +271,17 @@ class DecoderSettings(TransformerSettings):
     def _balances_experts(self) -> "DecoderSettings":
         if self.experts is None and self.balance.is_needed:
             raise ValueError("model.balance balances the load of experts; give [model.experts], or leave it out")
+        if self.experts is not None and self.balance.is_needed and not self.has_routed_layers:
+            raise ValueError(
+                f"model.experts.first_dense_layers = {self.experts.first_dense_layers} leaves none of model.layers = "
+                f"{self.layers} with experts for model.balance; choose fewer, or leave model.balance out"
+            )
         return self
+
+    @property
+    def has_routed_layers(self) -> bool:
+        """Whether some layers have experts."""
+        return self.experts is not None and self.experts.first_dense_layers < self.layers
 
 
 class EncoderSettings(TransformerSettings):

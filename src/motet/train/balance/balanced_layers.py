@@ -27,7 +27,7 @@ class BalancedLayer:
 def balance_of_model(settings: ModelSettings) -> BalanceSettings | None:
     """The balance of a model; None where nothing is counted."""
     if isinstance(settings, DecoderSettings):
-        return settings.balance if settings.experts else None
+        return settings.balance if settings.has_routed_layers else None
     return settings.balance if isinstance(settings, UserModuleSettings) else None
 
 

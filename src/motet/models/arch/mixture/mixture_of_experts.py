@@ -54,9 +54,9 @@ class CapacityLimit(nn.Module):
 
 
 def row_capacity(experts: MixtureOfExpertsSettings, tokens: int) -> int:
-    """The assignments that an expert takes of a row of this number of tokens."""
+    """The assignments that an expert takes of a row of this number of tokens, which is never more than its tokens."""
     assert experts.capacity is not None
-    return ceil(experts.capacity * experts.per_token * tokens / experts.count)
+    return ceil(min(tokens, experts.capacity * experts.per_token * tokens / experts.count))
 
 
 def dropped_assignments(weights: Tensor, chosen: Tensor, experts: MixtureOfExpertsSettings) -> Tensor:
