@@ -10,6 +10,7 @@ from small_models import built
 from motet.core.batch import Batch
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import MicroBatchShape
+from motet.parallel.context_parallel.context_partition import ContextSplit
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.process.process_group import RankGroup
 from motet.train.balance.balanced_layers import find_balanced_layers
@@ -80,7 +81,8 @@ def forward(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dty
         tree = {"name": "small", "run": {"steps": 1}, "data": {"sequence_length": shape.length}}
         job = job_from_tree({**tree, "model": model.model_dump(mode="json", exclude_unset=True)}, "small")
         layers, group = find_balanced_layers(job, trainee.module), RankGroup(0, 1, None, torch.device("cpu"))
-        balance = ExpertBalance(trainee.module, layers, model.balance, group=group, dims=ParallelDims(()))
+        split = {"dims": ParallelDims(()), "context": ContextSplit()}
+        balance = ExpertBalance(trainee.module, layers, model.balance, group=group, **split)
         balanced: Any = partial(balance.rows, balance.rows_of(batch, 1.0))
     else:
         balanced = nullcontext

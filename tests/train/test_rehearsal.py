@@ -83,6 +83,7 @@ def test_memory_is_that_of_real_ranks(ranks: Ranks, tmp_path: Path, overrides: l
             assert size == pytest.approx(real[name], rel=0.01, abs=5500), name
 
 
+LIMITED = "model.experts={count=4,per_token=2,hidden=24,capacity=1.2,drop='last',first_dense_layers=1}"
 LAYOUTS = [
     *(f"layout.zero={zero} layout.microbatches=2" for zero in range(4)),
     *(f"layout.zero={zero} precision.recipe=bf16" for zero in range(4)),
@@ -111,6 +112,22 @@ def test_memory_and_collectives_are_as_planned(overrides: str) -> None:
             assert count.is_as_planned, count
         for compared in each.memory.comparisons():
             assert compared.name == "all of these" or abs(compared.difference or 0.0) <= 0.03, compared
+
+
+RECOMPUTED_AND_CHOICES = [
+    *(f"layout.tp=2 layout.sp={sp} memory.recompute=full" for sp in ("true", "false")),
+    "layout.tp=2 layout.sp=true memory.recompute=selective",
+    "layout.tp=2 layout.sp=true memory.recompute=every-k memory.every=2 model.layers=4",
+    f"layout.cp=2 layout.tp=2 layout.sp=true {LIMITED} model.balance.kind=row",
+    f"layout.cp=2 layout.tp=2 layout.sp=true {LIMITED} model.balance.kind=row memory.recompute=selective",
+    f"layout.cp=2 layout.pp=2 data.sequence_length=31 {LIMITED} model.balance.kind=row memory.recompute=full",
+]
+
+
+@pytest.mark.parametrize("overrides", RECOMPUTED_AND_CHOICES)
+def test_collectives_of_recomputed_blocks_and_of_choices_are_as_planned(overrides: str) -> None:
+    for each in rehearse(job_of(*overrides.split(), ranks=4), 4, None, all_kinds=True, log=lambda text: None).rehearsed:
+        assert all(count.is_as_planned for count in each.collectives), each.collectives
 
 
 def test_agreements_are_told_from_a_loss_in_blocks_of_rows() -> None:

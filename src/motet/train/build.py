@@ -219,6 +219,7 @@ def build_job_engine(
             balance,
             group=engine.step_group,
             dims=layout.dims,
+            context=layout.context,
             reproducible_rows=layout.sharding.reproducible_batch_size,
         )
     engine.optimizer.rounding_seed = job.run.seed

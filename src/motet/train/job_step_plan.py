@@ -3,7 +3,7 @@
 The costs of splitting layers beyond what it saves: warnings before training, and in `motet show layout`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from motet.cluster.cluster import Cluster
@@ -11,6 +11,7 @@ from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_duration
 from motet.memory.policy_choice import fixed_policies
 from motet.models.settings import UserModuleSettings
+from motet.models.spec.layer_specs import BlockPolicy
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import communication_cluster
 from motet.parallel.layout import Layout, parse_stages
@@ -74,10 +75,19 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
     return step_plan_of_job(job, layout, inventory, model_sharding=sharding)
 
 
+def block_policies(job: Job, plan: StepPlan) -> tuple[BlockPolicy, ...]:
+    """The recomputation of each block."""
+    return fixed_policies(job.memory, 1 + max((tensor.block or 0 for tensor in plan.inventory.tensors), default=0))
+
+
 def recomputed_blocks(job: Job, plan: StepPlan) -> set[int]:
     """The blocks whose forward a backward computes again."""
-    blocks = 1 + max((tensor.block or 0 for tensor in plan.inventory.tensors), default=0)
-    return {block for block, policy in enumerate(fixed_policies(job.memory, blocks)) if policy != "none"}
+    return blocks_computed_again(block_policies(job, plan))
+
+
+def blocks_computed_again(policies: Sequence[BlockPolicy]) -> set[int]:
+    """The blocks of which these policies keep less than all."""
+    return {block for block, policy in enumerate(policies) if policy != "none"}
 
 
 def predicted_stages(job: Job, layout: Layout) -> ModelSharding:
@@ -148,7 +158,11 @@ def between_hosts_warning(job: Job, plan: StepPlan, local_ranks: int = 0, *, clu
     if not ranks:
         return ""
     shape = batch_shape(job, len(plan.rows_by_rank[0][0]))
-    collectives = activation_collectives(plan, shape, job.precision.resolved, rank=ranks[0]) * plan.microbatches
+    policies = block_policies(job, plan)
+    collectives = (
+        activation_collectives(plan, shape, job.precision.resolved, rank=ranks[0], policies=policies)
+        * plan.microbatches
+    )
     sent, seconds = traffic_between_hosts(collectives, rank_groups, hosts=hosts, cluster=cluster)
     cost = "set communication.cluster to predict its time"
     if cluster is not None:

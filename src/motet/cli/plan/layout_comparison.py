@@ -12,10 +12,11 @@ from motet.parallel.layout import parse_layout
 from motet.parallel.pipeline.border_bytes import border_traffic, sent_bytes_by_place
 from motet.parallel.step_plan.attention_traffic import sent_attention_bytes
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS
+from motet.parallel.step_plan.expert_traffic import sent_expert_bytes
 from motet.parallel.step_plan.traffic import sent_activation_bytes, sent_bytes_per_step
 from motet.plan.planned_step import PlannedStep
 from motet.train.job import Job, batch_shape
-from motet.train.job_step_plan import recomputed_blocks, step_plan_of_split_job
+from motet.train.job_step_plan import block_policies, blocks_computed_again, step_plan_of_split_job
 from motet.train.launch.preflight import check_job
 
 _BAR, _GAP, _LEFT = 26, 12, 300
@@ -38,10 +39,12 @@ def sent_bytes_of_first_rank(job: Job, step: PlannedStep) -> dict[str, int] | No
     recipe, shape = job.precision.resolved, batch_shape(job, len(plan.rows_by_rank[0][0]))
     sent = vars(sent_bytes_per_step(plan, recipe, settings=job.communication, rank=0))
     named = {f"data parallelism, {kind.replace('_', '-')}": size for kind, size in sent.items()}
-    named["tensor parallelism"] = sent_activation_bytes(plan, shape, recipe, rank=0).total
-    named["context parallelism"] = sent_attention_bytes(
-        plan, shape, recipe, rank=0, recomputed=recomputed_blocks(job, plan)
-    )
+    policies = block_policies(job, plan)
+    named["tensor parallelism"] = sent_activation_bytes(plan, shape, recipe, rank=0, policies=policies).total
+    recomputed = blocks_computed_again(policies)
+    named["context parallelism"] = sent_attention_bytes(plan, shape, recipe, rank=0, recomputed=recomputed)
+    choices = sent_expert_bytes(job.model, plan, chosen, shape=shape, recipe=recipe, rank=0, recomputed=recomputed)
+    named["choices of experts"] = choices.total
     if plan.model_sharding.stages:
         sizes = plan.part_on_rank(shape, 0).sizes_by_name
         borders = border_traffic(plan.model_sharding, sizes, compute=recipe.compute, slices=1)

@@ -29,13 +29,21 @@ from motet.parallel.pipeline.border_bytes import border_traffic, sends_slices, s
 from motet.parallel.rank_placement import group_links, rank_groups, rank_places
 from motet.parallel.roles_of_tensors import TensorRole, tensor_roles
 from motet.parallel.step_plan.check import MAX_PROVEN_RANKS, prove_collective_programs, prove_step_plan
+from motet.parallel.step_plan.expert_traffic import sent_expert_bytes
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.parallel.step_plan.plan import StepPlan, make_step_plan, updated_ranges
 from motet.parallel.step_plan.sent_activations import HostActivations
 from motet.parallel.step_plan.traffic import host_link_bytes, sent_activation_bytes, sent_bytes_per_step, state_files
 from motet.parallel.sync_groups import pipeline_groups
 from motet.train.job import Job, batch_shape
-from motet.train.job_step_plan import describe_repeated_work, repeated_work, split_warnings, step_plan_of_split_job
+from motet.train.job_step_plan import (
+    block_policies,
+    describe_repeated_work,
+    recomputed_blocks,
+    repeated_work,
+    split_warnings,
+    step_plan_of_split_job,
+)
 from motet.train.launch.preflight import check_job
 from motet.train.memory_check.step_prediction import bytes_elsewhere, predict_host_activations
 
@@ -298,7 +306,18 @@ def _plan_report(plan: StepPlan, layout: Layout, job: Job) -> dict[str, Any]:
         "sent_bytes_of_first_rank": vars(sent_bytes_per_step(plan, recipe, settings=job.communication, rank=0))
         if max(len(ranks) for each in plan.groups for ranks in each.group.sum_groups) <= MAX_PROVEN_RANKS
         else None,
-        "sent_activation_bytes_of_first_rank": vars(sent_activation_bytes(plan, shape, recipe, rank=0)),
+        "sent_activation_bytes_of_first_rank": vars(
+            sent_activation_bytes(plan, shape, recipe, rank=0, policies=block_policies(job, plan))
+        ),
+        "sent_expert_bytes_of_first_rank": vars(
+            sent_expert_bytes(
+                *(job.model, plan, layout),
+                shape=shape,
+                recipe=recipe,
+                rank=0,
+                recomputed=recomputed_blocks(job, plan),
+            )
+        ),
         "attention": attention_report(job, plan, shape),
         "ranks": [
             {
@@ -430,8 +449,9 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     lines = [f"Replicas take an outer step over ranks {_format_groups(outer)}."] if outer else []
     if sent := report["sent_bytes_of_first_rank"]:
         lines.append(f"Rank 0 sends {_format_traffic(sent)} in a step.")
-    if any((sent := report["sent_activation_bytes_of_first_rank"]).values()):
-        lines.append(f"For activations of split layers it sends {_format_traffic(sent)} as well.")
+    for key, purpose in (("activation", "activations of split layers"), ("expert", "the choices of experts")):
+        if any((sent := report[f"sent_{key}_bytes_of_first_rank"]).values()):
+            lines.append(f"For {purpose} it sends {_format_traffic(sent)} as well.")
     if report["attention"]:
         lines.append(attention_sentence(report["attention"]))
     first = report["ranks"][0]
@@ -449,15 +469,20 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     elif report["activations"] != "device":
         lines.append("Rank 0 sends no activations to its host as far as their sizes are known before a run.")
     lines += report["warnings"]
+    lines += _proof_sentences(report)
+    return lines
+
+
+def _proof_sentences(report: dict[str, Any]) -> list[str]:
     proof = report["proof"]
     names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
     ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)
     pairs = ", each token of a row by one rank, and the key of each pair reaches the rank with its query"
-    lines.append(
+    lines = [
         f"Proven: each of {proof['elements']:,} elements of {proof['parameters']} parameters is in one shard of "
         f"{copies}, for whose update {ranks} x {microbatches} add their gradients; each of {proof['rows']} rows is "
         f"read once{pairs * bool(report['attention'])}."
-    )
+    ]
     if report["split_proof"]:
         lines.append(f"The split of the model is {report['split_proof']}.")
     if report["programs"]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from motet.collectives.execute.rank_plan import elements_sent
 from motet.collectives.execute.slot_plan import HostOfRank, backend_sent_bytes, select_program
 from motet.core.units import DTYPE_BYTES
 from motet.memory.tiers.file_layout import FileLayout
-from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import (
     CollectiveAlgorithmSelector,
@@ -32,7 +32,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, ReductionBufferSpec
 from motet.parallel.data_parallel.data_sharding import partial_sums_sent_by_rank, partial_sums_sent_by_replica
 from motet.parallel.data_parallel.zero import CommUnitAction, FSDPUnit, padded_shard_numel
-from motet.parallel.model_sharding import LOSS, BoundaryComm, BoundaryOperation
+from motet.parallel.model_sharding import LOSS, BoundaryComm, BoundaryOperation, ModelInventory
 from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.rows_on_disk import read_bytes
@@ -273,16 +273,49 @@ class ActivationCollective:
 
 
 def activation_collectives(
-    plan: StepPlan, shape: MicroBatchShape, recipe: PrecisionRecipe, *, rank: int | None = None
+    plan: StepPlan,
+    shape: MicroBatchShape,
+    recipe: PrecisionRecipe,
+    *,
+    rank: int | None = None,
+    policies: Sequence[BlockPolicy] = (),
 ) -> tuple[ActivationCollective, ...]:
     """The collectives of a micro-batch of complete rows, forward before backward; only those of a rank, if it is given.
-    Of ranks that share rows they are those of the first."""
+    Of ranks that share rows they are those of the first. A backward repeats collectives of the forward of blocks that
+    it computes again, by the `policies` of blocks; by default it computes none again."""
     shape = plan.part_on_rank(shape, rank or 0)
     trained = {name for tensor in plan.inventory.trained for name in (tensor.name, *tensor.aliases)}
     comms = plan.model_sharding.boundary_comms if rank is None else _comms_on_rank(plan, rank)
-    made = [each for comm in comms for each in _collectives_of_comm(comm, trained, shape=shape, dtype=recipe.compute)]
+    repeats = partial(_repeats_forward, policies=policies, blocks=_numbers_of_blocks(plan.inventory))
+    made = [
+        each
+        for comm in comms
+        for each in _collectives_of_comm(comm, trained, shape=shape, dtype=recipe.compute, repeats=repeats(comm))
+    ]
     on_several_ranks = (each for each in made if plan.dims.size(each.over) > 1)
     return tuple(sorted(on_several_ranks, key=lambda each: each.moment == "backward"))
+
+
+def _repeats_forward(comm: BoundaryComm, policies: Sequence[BlockPolicy], blocks: Mapping[str, int]) -> bool:
+    """Whether backward communicates again as the forward did, inside of a block. Selective recomputation keeps the
+    results of products, after communication."""
+    around = (blocks[name] for name in accumulate(comm.module.split(".")[:-1], "{}.{}".format) if name in blocks)
+    block = next(around, len(policies))
+    policy = policies[block] if block < len(policies) else "none"
+    return policy == "full" or (policy == "selective" and comm.side == "input")
+
+
+def _numbers_of_blocks(inventory: ModelInventory) -> dict[str, int]:
+    """The names of blocks, which the names of all their modules begin with."""
+    modules: dict[int, list[list[str]]] = {}
+    for tensor in inventory.tensors:
+        if tensor.block is not None:
+            modules.setdefault(tensor.block, []).append(tensor.name.split(".")[:-1])
+    levels = {
+        block: takewhile(lambda names: len(set(names)) == 1, zip(*each, strict=False))
+        for block, each in modules.items()
+    }
+    return {".".join(names[0] for names in each): block for block, each in levels.items()}
 
 
 def _comms_on_rank(plan: StepPlan, rank: int) -> Iterator[BoundaryComm]:
@@ -304,7 +337,7 @@ def _comms_on_rank(plan: StepPlan, rank: int) -> Iterator[BoundaryComm]:
 
 
 def _collectives_of_comm(
-    comm: BoundaryComm, trained: set[str], *, shape: MicroBatchShape, dtype: str
+    comm: BoundaryComm, trained: set[str], *, shape: MicroBatchShape, dtype: str, repeats: bool
 ) -> Iterator[ActivationCollective]:
     if comm.argument == LOSS and dtype != "float64":
         dtype = "float32"
@@ -321,6 +354,8 @@ def _collectives_of_comm(
         )
         if forward := _COLLECTIVES.get(comm.operation):
             yield make_collective(forward, moment="forward")
+            if repeats:
+                yield make_collective(forward, moment="backward")
         if gathers_again:
             yield make_collective("all-gather", moment="backward")
         if (backward := _COLLECTIVES.get(comm.conjugate)) and size.needs_gradient:
@@ -328,12 +363,18 @@ def _collectives_of_comm(
 
 
 def sent_activation_bytes(
-    plan: StepPlan, shape: MicroBatchShape, recipe: PrecisionRecipe, *, rank: int, hosts: HostOfRank | None = None
+    plan: StepPlan,
+    shape: MicroBatchShape,
+    recipe: PrecisionRecipe,
+    *,
+    rank: int,
+    hosts: HostOfRank | None = None,
+    policies: Sequence[BlockPolicy] = (),
 ) -> StepTrafficBytes:
     """Bytes of a rank in a step with micro-batches of complete rows of this shape, by the backend `motet`; without
-    hosts, all ranks share one."""
+    hosts, all ranks share one. Blocks are computed again by their `policies`."""
     sent = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
-    for each in activation_collectives(plan, shape, recipe, rank=rank):
+    for each in activation_collectives(plan, shape, recipe, rank=rank, policies=policies):
         ranks = plan.dims.group_of(rank, each.over)
         numel = each.numel if each.collective == "all-reduce" else each.numel // len(ranks)
         sent[each.collective.replace("-", "_")] += plan.microbatches * backend_sent_bytes(

@@ -22,6 +22,7 @@ from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.models.settings import BalanceSettings
 from motet.models.torch_private import is_in_backward
+from motet.parallel.context_parallel.context_partition import ContextSplit
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
 from motet.parallel.model_sharding import CONTEXT_DIMENSION, TENSOR_DIMENSION
 from motet.parallel.parallel_dims import ParallelDims
@@ -89,14 +90,16 @@ class ExpertBalance:
         *,
         group: RankGroup,
         dims: ParallelDims,
+        context: ContextSplit,
         reproducible_rows: int | None = None,
     ) -> None:
         """`group` are the ranks that take a step together, of which all call this. Terms of the rows of a reproducible
         run are summed by row."""
         self.layers, self._settings, self._device = layers, settings, group.device
-        self._tensor_ranks, self._context_ranks = dims.size(TENSOR_DIMENSION), dims.size(CONTEXT_DIMENSION)
+        self._tensor_ranks, self._context = dims.size(TENSOR_DIMENSION), context
         self._has_terms = settings.row_weight > 0 or settings.z_weight > 0
         place = dims.coordinates(group.rank)
+        self._context_rank = place.get(CONTEXT_DIMENSION, 0)
         self._reports = {is_part: reports("loads of parts" if is_part else "loads", place, dims) for is_part in (0, 1)}
         over = (CONTEXT_DIMENSION, TENSOR_DIMENSION)
         needs_counts = settings.row_weight > 0
@@ -168,10 +171,10 @@ class ExpertBalance:
 
     def _is_part(self, each: BalancedLayer, rows: RoutedRows, tokens: int) -> int:
         """1 where tensor-parallel ranks have different tokens, and 0 where they have the same."""
-        complete = len(rows.targets) * rows.row_tokens
-        if tokens * self._context_ranks == complete:
+        here = self._context.partition(rows.row_tokens).length(self._context_rank)
+        if tokens == len(rows.targets) * here:
             return 0
-        if tokens * self._context_ranks * self._tensor_ranks == complete:
+        if tokens * self._tensor_ranks == len(rows.targets) * here:
             return 1
         raise InputError(
             f"[model.balance]: {each.layer.router} gets {tokens} tokens of {len(rows.targets)} rows of "

@@ -13,7 +13,7 @@ The collectives of a step: started by a rank on its process groups, and planned.
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,8 +31,8 @@ from motet.data.corpus.prepare import find_data
 from motet.memory import storage_tracker
 from motet.memory.storage_tracker import StepCategories
 from motet.models.build import TrainableModel, build_trainable_model
-from motet.models.settings import UserModuleSettings
-from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.settings import ModelSettings, UserModuleSettings
+from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
 from motet.models.trace.record_forward import KnownValuesMode
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import BACKEND
@@ -44,6 +44,7 @@ from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.process.process_group import RankGroup, default_rank_group, world_of_one
 from motet.parallel.step_plan.attention_traffic import AttentionComm, attention_comms
+from motet.parallel.step_plan.expert_traffic import expert_collectives
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import activation_collectives
 from motet.parallel.torch_private import fake_process_group, kernels_of_cpu_on_meta, message_of_call
@@ -51,7 +52,7 @@ from motet.precision.recipe import PrecisionRecipe
 from motet.train.build import build_job_engine, precision_context
 from motet.train.engine import TrainingEngine
 from motet.train.job import Job, batch_shape
-from motet.train.job_step_plan import recomputed_blocks
+from motet.train.job_step_plan import block_policies, blocks_computed_again
 from motet.train.launch.preflight import check_classes, check_job, check_objective, check_vocabulary
 from motet.train.memory_check.predicted_ranks import check_device_limit
 from motet.train.memory_check.step_memory import (
@@ -201,24 +202,29 @@ def planned_collectives(
     layout: Layout,
     recipe: PrecisionRecipe,
     *,
+    model: ModelSettings,
     shape: MicroBatchShape,
     rank: int,
     slices: int,
-    recomputed: Collection[int] = (),
+    policies: Sequence[BlockPolicy] = (),
 ) -> MessageSizes:
     """The collectives of a rank in a step with micro-batches of complete rows of this shape; each of the `slices` ranks
-    that have an activation sends one slice. Backward computes the forward of `recomputed` blocks again."""
+    that have an activation sends one slice. Backward computes blocks again by their `policies`."""
     planned: MessageSizes = Counter()
+    recomputed = blocks_computed_again(policies)
     for group in plan.groups:
         ranks = next((ranks for ranks in group.group.sum_groups if rank in ranks), ())
         actions = ((unit, action) for unit in group.units for action in unit.schedule)
         for unit, action in actions if ranks else ():
             _add_action(planned, group, unit, action=action, ranks=ranks, rank=rank, recipe=recipe)
-    for each in activation_collectives(plan, shape, recipe, rank=rank):
+    for each in activation_collectives(plan, shape, recipe, rank=rank, policies=policies):
         members = next(ranks for ranks in plan.dims.groups(each.over) if rank in ranks)
         planned[(each.collective, members), DTYPE_BYTES[each.dtype] * each.numel] += plan.microbatches
     for comm in attention_comms(plan, shape, recipe, rank=rank):
         _add_attention(planned, comm, microbatches=plan.microbatches, is_recomputed=comm.block in recomputed)
+    for choices in expert_collectives(model, plan, layout, shape=shape, recipe=recipe, rank=rank):
+        forwards = plan.microbatches * (1 + (choices.block in recomputed))
+        planned[(choices.collective, choices.ranks), choices.bytes] += forwards
     if plan.model_sharding.stages:
         _add_messages(planned, plan, layout=layout, recipe=recipe, shape=shape, rank=rank, slices=slices)
     return planned
@@ -421,10 +427,11 @@ def _rehearse_step(
     recipe = job.precision.resolved
     planned = planned_collectives(
         *(engine.plan, layout, recipe),
+        model=job.model,
         shape=shape,
         rank=rank,
         slices=slices,
-        recomputed=recomputed_blocks(job, engine.plan),
+        policies=block_policies(job, engine.plan),
     )
     return RankRehearsal(
         rank,
