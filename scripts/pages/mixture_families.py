@@ -29,12 +29,15 @@ RANKS = 2
 
 
 def measure(words: list[str]) -> tuple[str, bool]:
-    """Train these families, or all, on one device and over two ranks, and verify them; the data of others stays."""
+    """Train these families, or all, on one device and over two ranks; the data of others stays. The word `verify`
+    verifies these, or all that are trained, instead."""
     import_from_tests()
     from train.mixture_runs import FAMILIES, MORE_FAMILIES
 
-    families = [*FAMILIES, *MORE_FAMILIES]
-    measure_families(words, families, DATA, columns=COLUMNS, measure_family=_measure_family)
+    families, function = [word for word in words if word != "verify"], _train_family
+    if "verify" in words:
+        families, function = families or [row["family"] for row in trained_rows()], _verify_family
+    measure_families(families, [*FAMILIES, *MORE_FAMILIES], DATA, columns=COLUMNS, measure_family=function)
     return page(), all(is_right(row) for row in trained_rows())
 
 
@@ -43,19 +46,25 @@ def is_right(row: dict[str, str]) -> bool:
     return all(float(row[layout]) < LIMIT for layout in LAYOUTS) and row["relative"] != "wrong"
 
 
-def _measure_family(pool: "Ranks", family: str) -> dict[str, str]:
-    from train.mixture_runs import FAMILIES
-
+def _train_family(pool: "Ranks", family: str) -> dict[str, str]:
+    """A row without figures of `motet verify`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        answers = describe_balance(folder, family)
-        if answers["refusal"]:
-            return {**answers, **dict.fromkeys((*LAYOUTS, *VERIFIED), "")}
-        kinds = ("row", "bias") if answers["correction"] else ("row",)
-        by_kind = [_train(pool, folder, family, kind) for kind in kinds]
-        parity = {layout: f"{max(worst[layout] for worst in by_kind):.1e}" for layout in LAYOUTS}
-        verdicts = _verify(folder, family, kinds[-1]) if family in FAMILIES else []
-    return {**answers, **parity, **_describe(verdicts)}
+        answers, parity = describe_balance(folder, family), dict.fromkeys(LAYOUTS, "")
+        if not answers["refusal"]:
+            kinds = ("row", "bias") if answers["correction"] else ("row",)
+            by_kind = [_train(pool, folder, family, kind) for kind in kinds]
+            parity = {layout: f"{max(worst[layout] for worst in by_kind):.1e}" for layout in LAYOUTS}
+    return {**answers, **parity, **dict.fromkeys(VERIFIED, "")}
+
+
+def _verify_family(_: "Ranks", family: str) -> dict[str, str]:
+    """The row of a family that is trained, with the figures of `motet verify`."""
+    (row,) = (row for row in trained_rows() if row["family"] == family)
+    with tempfile.TemporaryDirectory() as name:
+        verdicts = _verify(Path(name), family, "bias" if row["correction"] else "row")
+    assert len(verdicts) == len(LAYOUTS)
+    return {**{name: text for name, text in row.items() if name not in ("family", "commit")}, **_describe(verdicts)}
 
 
 def describe_balance(folder: Path, family: str) -> dict[str, str]:
@@ -104,9 +113,7 @@ def _verify(folder: Path, family: str, kind: str) -> list[LayoutVerdict]:
 
 
 def _describe(verdicts: Sequence[LayoutVerdict]) -> dict[str, str]:
-    """The largest figures of verdicts, or that one is wrong; empty where none was made."""
-    if not verdicts:
-        return dict.fromkeys(VERIFIED, "")
+    """The largest figures of verdicts, or that one is wrong."""
     if not all(verdict.ok for verdict in verdicts):
         return dict.fromkeys(VERIFIED, "wrong")
     z_scores = [verdict.worst_z or 0.0 for verdict in verdicts]

@@ -96,7 +96,9 @@ def model_of_family(folder: Path, family: str, balance: str = "", **more: Any) -
     if family in OURS:
         return f"model={{{OURS[family]}, balance={{{balance}}}}}"
     where = Path(tempfile.mkdtemp(dir=folder))
-    (where / "config.json").write_text(json.dumps({"model_type": family, **{**MORE_FAMILIES, **FAMILIES}[family], **more}))
+    (where / "config.json").write_text(
+        json.dumps({"model_type": family, **{**MORE_FAMILIES, **FAMILIES}[family], **more})
+    )
     section = f", balance={{{balance}}}" if balance else ""
     return f"model={{factory='hf:{where}'{section}}}"
 
