@@ -71,10 +71,11 @@ def describe_balance(folder: Path, family: str) -> dict[str, str]:
     """The buffer that corrects the choice of routers, or the refusal of any balance."""
     from train.mixture_runs import BALANCES, job_of_family
 
+    job = job_of_family(folder, family, BALANCES["row"])
     try:
-        balanced_layers_of_job(job_of_family(folder, family, BALANCES["row"]))
+        balanced_layers_of_job(job)
     except InputError as error:
-        return {"correction": "", "refusal": str(error).replace(str(folder), "")}
+        return {"correction": "", "refusal": str(error).replace(getattr(job.model, "factory", ""), "hf:FOLDER")}
     try:
         first = balanced_layers_of_job(job_of_family(folder, family, BALANCES["bias"]))[0]
     except InputError:
@@ -150,25 +151,27 @@ def page() -> str:
     return f"""# Mixtures of experts, on families of models
 
 Each of these {len(rows)} families of transformers is a small mixture with random weights. motet knows none of them by
-name: it [finds experts and routers by running the model](../guide/mixtures.md#balance), and refuses others before ranks start.
+name: it [finds experts and routers](../guide/mixtures.md#balance) by running the model, and refuses others before
+ranks start.
 
 ## Trained
 
 {len(trained)} families were trained for ten steps in float64 on one device and over two ranks, with `kind = "row"` and a
-`z_weight`. The {corrected} families with a buffer that corrects the choice were trained again with `kind = "bias"` and a
-`weight`; others are refused with `bias`. The columns of the layouts have the largest relative difference of any loss,
-balance term, entropy, norm, gradient or parameter; the worst of all is {worst:.1e}, and {LIMIT:.0e} is the limit. Loads of experts
-and corrections are exactly those of one device in each step. Gradients are compared with their share of the norm of all,
-and parameters with what updates could do.
+`z_weight`. The {corrected} families with a buffer that corrects the choice were trained again, with `kind = "bias"` and a
+`weight`; others are refused with `bias`. Loads of experts and corrections are exactly those of one device in each step.
+The columns of the layouts have the largest relative difference of any loss, balance term, entropy, norm, gradient or
+parameter; the worst of all is {worst:.1e}, and {LIMIT:.0e} is the limit. Gradients are compared with their share of the
+norm of all, and parameters with what updates could do.
 
-`motet verify` compared {len(verified)} of the families in these layouts, without recomputation: the largest relative
-difference in float64, and the largest z-score in float32, of 8 allowed.
+`motet verify` compared {len(verified)} of the families in these layouts, without recomputation: the last column has the
+largest relative difference in float64, and the largest z-score in float32, of 8 allowed.
 
 Made by `python scripts/docs.py {PAGE}` at commit{"s" * (len(commits) > 1)} {", ".join(commits)}.
 
 {markdown_table(head, cells)}
 ## Refused
 
-With `[model.balance]` these families are refused; without the section, they train as any other model of transformers.
+`[model.balance]` is refused for these families. Without the section they train like other models of transformers,
+unless routers draw random numbers.
 
 {markdown_table(["family", "reason"], [[row["family"], row["refusal"]] for row in rows if row["refusal"]])}"""

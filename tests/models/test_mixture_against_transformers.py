@@ -207,14 +207,14 @@ def gpt_oss_weights(theirs: Any, ours: DecoderSettings, values: Weights, *, gate
         mlp = f"model.layers.{i}.mlp."
         weights[f"blocks.{i}.ffn.router.weight"] = values[f"{mlp}router.weight"]
         up, down = (values[f"{mlp}experts.{name}_proj"].mT for name in ("gate_up", "down"))
-        weights[f"blocks.{i}.ffn.experts.up"] = torch.cat((up[:, ::2] , up[:, 1::2]), dim=1)
+        weights[f"blocks.{i}.ffn.experts.up"] = torch.cat((up[:, ::2], up[:, 1::2]), dim=1)
         weights[f"blocks.{i}.ffn.experts.down"] = down / gate
     return weights
 
 
 def test_gpt_oss_without_what_motet_has_not() -> None:
     """Sinks that take no weight, no biases in routers and experts but the -1 that its 1 + up needs, and no clamped
-    value. With a = 1.702, its g sigmoid(a g) is silu(a g) / a, so our gates are a times theirs and our outputs 1 / a."""
+    value. With a = 1.702, its g sigmoid(a g) is silu(a g) / a, so our gates are a times theirs, our outputs 1 / a."""
     sizes = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10, "head_dim": 10}
     layers = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "num_key_value_heads": 2}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}

@@ -76,6 +76,7 @@ def check_job(job: Job, ranks: int) -> Layout:
         check_server_settings(job.layout.server, ranks)
         _check_server_count(job)
         _check_server_experts(job)
+    _check_replica_corrections(job)
     if not isinstance(job.model, UserModuleSettings):
         predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
@@ -107,6 +108,16 @@ def _check_server_experts(job: Job) -> None:
         "layout.data = 'parameter_server': the loads of experts are sums over the ranks that take a step together, "
         "which workers of servers do not; set layout.server.transport=collectives, or leave "
         + ("[model.experts] out" if isinstance(model, DecoderSettings) else "[model.balance] out"),
+    )
+
+
+def _check_replica_corrections(job: Job) -> None:
+    """Refuse corrections of experts that would follow the loads of one of several independent replicas."""
+    check_input(
+        job.outer.every is None or getattr(getattr(job.model, "balance", None), "kind", None) != "bias",
+        f"outer.every = {job.outer.every} lets each replica take its steps alone, with other loads of experts, and "
+        "model.balance.kind = 'bias' moves one correction by the loads of all; use model.balance.kind = 'row', or "
+        "leave [outer] out",
     )
 
 
