@@ -135,11 +135,11 @@ def page() -> str:
     """The page, from the data."""
     rows, trained = read_rows(), trained_rows()
     commits = list(dict.fromkeys(row["commit"] for row in rows))
-    head = ["family", "corrected by", *(f"`{layout}`" for layout in LAYOUTS), "`motet verify`"]
+    head = ["family", "kinds of balance", *(f"`{layout}`" for layout in LAYOUTS), "`motet verify`"]
     cells = [
         [
             row["family"],
-            f"`{row['correction']}`" if row["correction"] else "-",
+            f"`row`; `bias` moves `{row['correction']}`" if row["correction"] else "`row`",
             *(value if float(value := row[layout]) < LIMIT else f"**{value}**" for layout in LAYOUTS),
             f"{row['relative']}; {row['z-score']}" if row["relative"] else "-",
         ]

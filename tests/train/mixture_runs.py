@@ -48,22 +48,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
-    "flex_olmo": {**_GROUPED, "num_experts": 8, "num_key_value_heads": 4},
-    "granitemoeshared": {**_GROUPED, "num_local_experts": 4, "shared_intermediate_size": 24},
-    "hunyuan_v1_moe": {**_GROUPED, "num_experts": 8, "moe_topk": 2},
-    "qwen3_next": {
-        **_GROUPED, **_NARROW, "num_experts": 8, "shared_expert_intermediate_size": 24,
-        "layer_types": ["full_attention", "full_attention"],
-    },
-    "cohere2_moe": {**_GROUPED, **_NARROW, "num_experts": 8, "sliding_window": 16},
-    "dots1": {**_GROUPED, **_NARROW, **_GROUPS, "first_k_dense_replace": 0},
-    "lfm2_moe": {
-        **_GROUPED, **_NARROW, "num_experts": 8, "layer_types": ["full_attention", "full_attention"],
-        "num_dense_layers": 0,
-    },
-    "exaone_moe": {**_GROUPED, **_NARROW, **_GROUPS, "num_experts": 8, "first_k_dense_replace": 0},
-    "solar_open": {**_GROUPED, **_NARROW, **_GROUPS, "first_k_dense_replace": 0},
-    "glm4_moe_lite": {**_DEEPSEEK, "first_k_dense_replace": 1},
     "phimoe": {**_GROUPED, "num_local_experts": 4},
     "jetmoe": {**_GROUPED, "num_local_experts": 4, "kv_channels": 8, "num_attention_heads": 2},
     "llama4_text": {
@@ -75,7 +59,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "num_layers": 2,
     },
 }  # fmt: skip
-"""Families of the page of mixtures alone; routers or experts of the last ones are of another kind."""
+"""Families of the page of mixtures alone, whose routers or experts are of another kind."""
 _OURS = "family='decoder', vocab_size=260, context=24, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=40"
 _EXPERTS = "count=8, per_token=2, hidden=24, shared=1"
 OURS = {
