@@ -55,7 +55,7 @@ def find_row_placements(
     records_by_key, differences = group_by_key([microbatches]), compare_with_reference(reference, [microbatches])
     without_noise = replace(reference, noise={})
     changes_results = any(d.key.kind in RESULT_KINDS and not d.is_rounding for d in differences)
-    placements = {}
+    placements = dict[TensorKey, RowPlacement]()
     for key, tensor in reference.tensors.items():
         if key.kind in ROW_KINDS:
             records = records_by_key.get(key, [])
@@ -162,7 +162,8 @@ def _restore_perturbed(subject: recording.VerificationSubjectOnRank, folder: Pat
     generator, optimizer = torch.Generator().manual_seed(seed), subject.engine.optimizer
     for master in optimizer.sharded_parameters.local_masters:
         up = torch.rand(master.shape, generator=generator) < 0.5
-        master.copy_(torch.nextafter(master, torch.where(up, torch.inf, -torch.inf).to(master.dtype)))
+        moved = torch.nextafter(master, torch.where(up, torch.inf, -torch.inf).to(master.dtype))
+        master.copy_(moved.masked_fill_(master == 0, 0))  # The float next to 0 rounds nothing, but decides ties
     optimizer.sync_parameters()
 
 
