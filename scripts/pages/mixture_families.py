@@ -160,8 +160,8 @@ ranks start.
 a `z_weight`. The {corrected} families with a buffer that corrects the choice were trained again, with `kind = "bias"`
 and a `weight`; others are refused with `bias`. Loads of experts and corrections are exactly those of one device in each
 step. The columns of the layouts have the largest relative difference of any loss, balance term, entropy, norm, gradient
-or parameter; the worst of all is {worst:.1e}, and {LIMIT:.0e} is the limit. Gradients are compared with their share of the
-norm of all, and parameters with what updates could do.
+or parameter; the worst of all is {worst:.1e}, and {LIMIT:.0e} is the limit. Gradients are compared with their share of
+the norm of all, and parameters with what updates could do.
 
 `motet verify` compared {len(verified)} of the families in these layouts, without recomputation: the last column has the
 largest relative difference in float64, and the largest z-score in float32, of 8 allowed.
