@@ -1,16 +1,15 @@
 """The page of planted mistakes: each of tests/parity/planted_*.py on each of its layouts, and the verifier's answer."""
 
 import re
-import sys
 
-from pages import ROOT, commit, markdown_table
+from pages import commit, import_from_tests, markdown_table
 
 HEAD = ["mistake", "layout", "first difference", "cause", "found", "place", "words"]
 
 
 def measure(words: list[str]) -> tuple[str, bool]:
     """Plant the mistakes on ranks of this machine; it takes minutes."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    import_from_tests()
     from parity.faults import FAULTS
     from parity.run_planted import verified_fault
     from ranks import Ranks

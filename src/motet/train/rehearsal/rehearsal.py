@@ -33,6 +33,7 @@ from motet.memory.storage_tracker import StepCategories
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.settings import ModelSettings, UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MicroBatchShape
+from motet.models.trace import meta_kernels
 from motet.models.trace.record_forward import KnownValuesMode
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
 from motet.parallel.data_parallel.communication.communication_settings import BACKEND
@@ -70,7 +71,7 @@ _VALUE_WORDS = ("on meta tensors", "meta tensor", "Meta tensor")  # Words of tor
 
 
 def _waiting_problem(error: BaseException) -> str:
-    outside = ("/torch/", storage_tracker.__file__)
+    outside = ("/torch/", storage_tracker.__file__, meta_kernels.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(path in f.filename for path in outside)]
     where = f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line})"
     return (
