@@ -43,6 +43,14 @@ def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, lay
     assert worst.z < 8
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["dp=1 tp=2", "dp=1 tp=4", "dp=1 tp=2 sp=true"])
+def test_ranks_that_split_a_head_round_the_parts_of_its_input_gradient(ranks: Ranks, layout: str) -> None:
+    worst, first = compared(ranks, "bf16", layout, no_fault, "model.tied=false")
+    assert first is None, (first, first and first.cause)
+    assert worst.z < 5
+
+
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

@@ -187,8 +187,7 @@ def _blockwise_loss(
             logits, scale = logits.mul_(scale).to(rows.dtype), torch.ones_like(scale)
         errors, scale = logits, scale.to(rows.dtype)  # overwritten if there is a gradient
         if grad_hidden is not None:
-            torch.mm(errors, weight[entries], out=grad_hidden[block])
-            grad_hidden[block].mul_(scale)
+            write_input_gradient(errors, weight[entries], scale, output=grad_hidden[block])
         if grad_weight is not None and grad_weight.dtype == rows.dtype:
             grad_weight[entries].addmm_(errors.t(), rows * scale)
         elif grad_weight is not None:
@@ -199,6 +198,12 @@ def _blockwise_loss(
     if grad_hidden is not None and vocabulary is not None:
         vocabulary.all_reduce(grad_hidden, "sum")
     return total, tuple(g if g is None else g.to(weight.dtype) for g in (grad_hidden, grad_weight, grad_bias))
+
+
+def write_input_gradient(errors: Tensor, weight: Tensor, scale: Tensor, *, output: Tensor) -> None:
+    """Write the gradient of the input of a head. errors [N, V], weight [V, H], scale [N, 1]."""
+    torch.mm(errors, weight, out=output)
+    output.mul_(scale)
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):

@@ -184,8 +184,8 @@ class PlannedRecords:
 
     def adds_up_parts(self, reference: RecordedTensor) -> bool:
         """Whether only the sum over ranks can be compared: each has a sketch of its part, or a part of a gradient."""
-        is_split = self.activations.tokens is not None or self.activations.splits(reference.name)
-        if reference.kind not in ACTIVATION_KINDS or not is_split:
+        splits = self.activations.splits(reference.name)
+        if reference.kind not in ACTIVATION_KINDS or splits is None or not (splits or self.activations.tokens):
             return False
         return reference.is_sketched or self._is_partial(reference)
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, ModelSharding
+from motet.models.arch import loss as head_loss
+from motet.parallel.model_sharding import LOSS, TENSOR_DIMENSION, ModelInventory, ModelSharding
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.tensor_parallel.sharded_module import computes_linear
 from motet.parity.compare.align_with_reference import PlannedRecords, ReferenceTensor, RowPlacement, format_numbered
@@ -45,14 +47,26 @@ class _SplitLayer(NamedTuple):
 
 @contextmanager
 def reordered_products(module: nn.Module, sharding: ModelSharding, ranks: int, *, seed: int) -> Iterator[None]:
-    """Let each linear layer that `ranks` ranks split add up as many products, of randomly chosen features."""
+    """Let each linear layer that `ranks` ranks split add up as many products, of randomly chosen features; and the
+    gradient of a head's input as many products, of randomly chosen entries, where ranks split the head and its loss."""
     generator = torch.Generator().manual_seed(seed)
     with ExitStack() as stack:
         for split in _split_layers(module, sharding):
             features = split.layer.weight.shape[split.is_row_layer != split.is_transposed]
             parts = torch.randperm(features, generator=generator).chunk(ranks)
             stack.enter_context(patched_method(split.layer, "forward", partial(_multiply, split, parts)))
+        if any(comm.over == TENSOR_DIMENSION and comm.argument == LOSS for comm in sharding.boundary_comms):
+            add_parts = partial(_add_input_gradients, ranks=ranks, generator=generator)
+            stack.enter_context(patch.object(head_loss, "write_input_gradient", add_parts))
         yield
+
+
+def _add_input_gradients(
+    errors: Tensor, weight: Tensor, scale: Tensor, *, output: Tensor, ranks: int, generator: torch.Generator
+) -> None:
+    parts = torch.randperm(len(weight), generator=generator).chunk(ranks)
+    products = [(errors[:, part] @ weight[part]).mul_(scale) for part in parts]
+    output.copy_(sum(products[1:], products[0]))
 
 
 def _multiply(split: _SplitLayer, parts: tuple[Tensor, ...], x: Tensor) -> Tensor:
