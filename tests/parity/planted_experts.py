@@ -276,6 +276,26 @@ def all_rows_have_terms_of_the_same_weight(rank: int) -> Patch:
     return around(RowTerms, "values", wrong)
 
 
+OTHERS = ("model.balance={kind='bias', weight=0.1, z_weight=0.01}",)  # For a model of transformers
+
+
+@fault("dp=2 zero=1", "dp=1 cp=2", first=r"activation gradient model\.layers\.1\.mlp\.gate.*, step 1$",
+       cause="gradient of the terms that balance experts is missing, on rank 1 alone", model="deepseek_v3",
+       settings=OTHERS)  # fmt: skip
+def the_gradient_of_terms_is_lost_on_one_rank(rank: int) -> Patch:
+    return _gradient_of_terms(lambda: float(rank == 0))
+
+
+@fault("dp=1 cp=2", "tp=2 sp=true", first=r"loads model\.layers\.1\.mlp, step 1$",
+       cause=r"leaves out the contribution of rank 1( \(tp 1\))?$", model="deepseek_v3", settings=OTHERS)  # fmt: skip
+def one_rank_counts_no_tokens(rank: int) -> Patch:
+    def counted(own: Any, *args: Any, **more: Any) -> None:
+        if rank == 0:
+            own(*args, **more)
+
+    return around(ExpertBalance, "_count", counted)
+
+
 # --- corrections --------------------------------------------------------------------------------------------------
 
 
