@@ -11,6 +11,12 @@ DOCS = ROOT / "docs"
 sys.path.append(str(ROOT / "benchmarks"))  # Readers of published measurements
 
 
+def import_from_tests() -> None:
+    """Let modules of the tests be imported, here and on the ranks of their pool."""
+    if (folder := str(ROOT / "tests")) not in sys.path:
+        sys.path.insert(0, folder)
+
+
 def fill_blocks(page: str, blocks: Mapping[str, str]) -> str:
     """The text of a page with new content between `<!-- NAME -->` and `<!-- end -->`."""
     text = (DOCS / page).read_text(encoding="utf-8")

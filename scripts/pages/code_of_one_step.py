@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pages import ROOT, markdown_table
+from pages import ROOT, import_from_tests, markdown_table
 
 if TYPE_CHECKING:
     from motet.parallel.process.launch_environment import RankEnvironment
@@ -204,7 +204,7 @@ def page(ranks: "Ranks | None" = None) -> str:
     """The text of the page, traced on the pool of ranks or on one that is made for it."""
     if ranks is not None:
         return page_of_walks(trace_walks(ranks))
-    sys.path.insert(0, str(ROOT / "tests"))
+    import_from_tests()
     from ranks import Ranks
 
     pool = Ranks()

@@ -4,9 +4,8 @@ With names of files, such as `planted_experts`, their mistakes are planted alone
 """
 
 import re
-import sys
 
-from pages import DOCS, ROOT, commit, markdown_table
+from pages import DOCS, commit, import_from_tests, markdown_table
 
 YES = "yes"
 PAGE = DOCS / "reference/planted-mistakes.md"
@@ -15,7 +14,7 @@ HEAD = ["mistake", "layout", "first difference", "cause", "found", "place", "wor
 
 def measure(words: list[str]) -> tuple[str, bool]:
     """Plant the mistakes on ranks of this machine, those of some files or all; it takes minutes."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    import_from_tests()
     from parity.faults import FAULTS
     from parity.run_planted import verified_fault
     from ranks import Ranks

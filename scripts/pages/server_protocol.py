@@ -1,10 +1,9 @@
 """The tables of docs/reference/server-protocol.md: explored systems of tests/parallel/parameter_server/scenarios.py."""
 
-import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from pages import DOCS, ROOT, fill_blocks
+from pages import DOCS, fill_blocks, import_from_tests
 
 if TYPE_CHECKING:
     from parallel.parameter_server.scenario import Scenario
@@ -24,7 +23,7 @@ def measure(words: list[str]) -> tuple[str, bool]:
 
     The page keeps the rows of all others. A broken promise ends the exploration with an AssertionError.
     """
-    sys.path.insert(0, str(ROOT / "tests"))
+    import_from_tests()
     from parallel.parameter_server.scenarios import LARGE, RULES, SMALL
 
     modes = [] if words == ["small"] else words or list(RULES)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.roles_of_tensors import TensorRole
 from motet.train.job import Job
-from pages import DOCS, ROOT, commit, markdown_table
+from pages import DOCS, commit, import_from_tests, markdown_table
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -151,7 +150,7 @@ def measure_families(
     measure_family: Callable[["Ranks", str], dict[str, str]],
 ) -> None:
     """Measure these families, or all, and write the row of each into the data, in the order of families."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    import_from_tests()
     from ranks import Ranks
 
     if unknown := [family for family in words if family not in families]:

@@ -201,6 +201,18 @@ def test_adapters_on_loaded_weights(tmp_path: Path) -> None:
     assert trained == {f"{layer}.adapter_{part}" for layer in layers for part in "ab"}
 
 
+@pytest.mark.parametrize("family", ["llama", "granitemoe"])  # The cache is an argument of the inner model alone
+def test_a_training_step_keeps_no_cache(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation would append keys to it again."""
+    from transformers.cache_utils import DynamicCache
+
+    monkeypatch.setattr(DynamicCache, "update", lambda *_, **__: pytest.fail("a cache is filled"))
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with use_float64():
+        model = trainee(folder(tmp_path, {"model_type": family, "vocab_size": 50, "num_local_experts": 4, **sizes}))
+        assert model.loss_sum(one(7, 0)).isfinite()
+
+
 def test_frozen(tmp_path: Path) -> None:
     model = trainee(folder(tmp_path, CONFIGS["llama"]), frozen=("model.embed_tokens.*", "*.layers.0.*"))
     assert not any(p.requires_grad for n, p in model.module.named_parameters() if ".layers.0." in n)

@@ -1,6 +1,7 @@
 """Mixtures of motet give the logits and all gradients of transformers' modules, in float64, with copied weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,30 +129,118 @@ for rank in (None, 18):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_all_gradients(family: str) -> None:
-    name, values, more = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**COMMON, **values)
+FAMILIES["olmoe with one head"] = (  # One head is all heads, of which OLMoE norms queries and keys together
+    "Olmoe",
+    {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "num_attention_heads": 1,
+        "pad_token_id": None,
+    },
+    {
+        "experts": {"count": 6, "per_token": 3, "hidden": 48, "normalize_weights": False},
+        "heads": 1,
+        "query_key_norm": True,
+    },
+)
+
+
+def made_by_transformers(name: str, **values: Any) -> Any:
+    """A model with random values, corrections included."""
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **values})
     theirs = randomised(getattr(transformers, f"{name}ForCausalLM")(config))
     for buffer_name, buffer in theirs.named_buffers():
         if buffer_name.endswith("correction_bias"):
             buffer.normal_(0, 0.2)
-    settings = DecoderSettings.model_validate({**OURS, "tied": False, **more})
-    ours = load(CausalDecoder(settings).double(), all_weights(theirs, settings, theirs.state_dict()))
+    return theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_all_gradients(family: str) -> None:
+    name, values, more = FAMILIES[family]
+    theirs, settings = made_by_transformers(name, **values), settings_with(**more)
+    compare_models(theirs, settings, all_weights(theirs, settings, theirs.state_dict()), all_weights)
+
+
+def settings_with(**more: Any) -> DecoderSettings:
+    return DecoderSettings.model_validate({**OURS, "tied": False, **more})
+
+
+def compare_models(
+    theirs: Any, settings: DecoderSettings, weights: Weights, named: Callable[[Any, DecoderSettings, Weights], Weights]
+) -> None:
+    """Logits and all of our gradients; `named` gives gradients of their tensors our names."""
+    ours = load(CausalDecoder(settings).double(), weights)
     tokens = torch.randint(0, VOCAB, (3, LENGTH))
     logits, expected = ours(tokens), theirs(tokens).logits
     assert difference(logits, expected) < 1e-12
     weight = torch.randn_like(logits)
     for output in (logits, expected):
         (output * weight).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    by_our_names = all_weights(theirs, settings, gradients)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
+    by_our_names = named(theirs, settings, gradients)
     for name, parameter in ours.named_parameters():
         assert difference(parameter.grad, by_our_names[name]) < 1e-12, name
 
 
+def test_olmoe_with_its_heads_but_no_norms_of_queries_and_keys() -> None:
+    """Its attention norms all heads together, as motet's does not; all else is compared."""
+    values: dict[str, Any] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 2,
+    }
+    values["pad_token_id"] = None  # The embedding of such a token would get no gradient
+    theirs = made_by_transformers("Olmoe", **values)
+    for layer in theirs.model.layers:
+        layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
+    settings = settings_with(experts={"count": 6, "per_token": 3, "hidden": 48}, kv_heads=2)
+    compare_models(theirs, settings, all_weights(theirs, settings, theirs.state_dict()), all_weights)
+
+
+def gpt_oss_weights(theirs: Any, ours: DecoderSettings, values: Weights, *, gate: float) -> Weights:
+    """Their gates and values alternate, and their matrices are transposed. Our gates are theirs times a factor."""
+    weights = llama_weights(theirs, ours.dim_per_head, values)
+    for i in range(ours.layers):
+        mlp = f"model.layers.{i}.mlp."
+        weights[f"blocks.{i}.ffn.router.weight"] = values[f"{mlp}router.weight"]
+        up, down = (values[f"{mlp}experts.{name}_proj"].mT for name in ("gate_up", "down"))
+        weights[f"blocks.{i}.ffn.experts.up"] = torch.cat((up[:, ::2], up[:, 1::2]), dim=1)
+        weights[f"blocks.{i}.ffn.experts.down"] = down / gate
+    return weights
+
+
+def test_gpt_oss_without_what_motet_has_not() -> None:
+    """Sinks that take no weight, no biases in routers and experts but the -1 that its 1 + up needs, and no clamped
+    value. With a = 1.702, its g sigmoid(a g) is silu(a g) / a, so our gates are a times theirs, our outputs 1 / a."""
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10, "head_dim": 10}
+    layers = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "num_key_value_heads": 2}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    theirs = made_by_transformers("GptOss", **sizes, **layers, **rope, attn_implementation="eager")
+    with torch.no_grad():
+        for layer in theirs.model.layers:
+            experts, alpha = layer.mlp.experts, layer.mlp.experts.alpha
+            layer.self_attn.sinks.fill_(-torch.inf)
+            for bias in (layer.mlp.router.bias, experts.gate_up_proj_bias, experts.down_proj_bias):
+                bias.zero_()
+            experts.gate_up_proj_bias[:, 1::2] = -1
+            experts.register_forward_pre_hook(partial(check_nothing_is_clamped, limit=experts.limit))
+    settings = settings_with(
+        experts={"count": 6, "per_token": 3, "hidden": 10}, kv_heads=2, head_dim=10, sliding_window=6, bias=True
+    )
+    weights = gpt_oss_weights(theirs, settings, theirs.state_dict(), gate=alpha)
+    compare_models(theirs, settings, weights, partial(gpt_oss_weights, gate=1 / alpha))
+
+
+def check_nothing_is_clamped(experts: Any, inputs: tuple[Tensor, ...], *, limit: float) -> None:
+    values = torch.einsum("...h,ehi->...ei", inputs[0], experts.gate_up_proj) + experts.gate_up_proj_bias
+    assert values.abs().max() < limit
+
+
 def test_the_layer_of_olmoe() -> None:
-    """Its attention norms all heads together, as motet's does not."""
+    """A layer alone, whose input has a gradient."""
     config = transformers.OlmoeConfig(**COMMON, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False)
     theirs = randomised(transformers.models.olmoe.modeling_olmoe.OlmoeSparseMoeBlock(config))
     experts = {"count": 6, "per_token": 3, "hidden": 48, "normalize_weights": False}

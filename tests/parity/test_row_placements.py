@@ -61,6 +61,29 @@ def test_one_device_shows_where_rows_are(name: str) -> None:
     assert [each.key for each in compare_with_reference(made, halves) if not each.is_rounding] == []
 
 
+def test_noise_does_not_place_rows() -> None:
+    """Tokens in the order of their experts, which a tie in the first step reorders when one ulp changes. The noise of
+    their gradients is small, and so are these."""
+    large, gradient = torch.randn(ROWS, 100, dtype=torch.float64), TensorKey("activation gradient", "x")
+
+    def sorted_step(*microbatches: range) -> list[RecordedTensor]:
+        recorder = TensorRecorder()
+        for rows in microbatches:
+            x = VALUES[rows.start : rows.stop].flatten(0, 1)
+            by_expert = x[x[:, 0].argsort()]
+            recorder.begin_microbatch(rows)
+            recorder.add("activation", "x", by_expert)
+            recorder.add("activation gradient", "x", 1e-6 * by_expert)
+            recorder.add("activation gradient", "y", large[rows.start : rows.stop])
+        return recorder.records
+
+    made = ReferenceStep(build_reference_tensors(sorted_step(range(ROWS))), 1e-3)
+    made.noise.update({KEY: 0.14, gradient: 1e-6})
+    placements = find_row_placements(made, sorted_step(*(range(first, first + 2) for first in range(0, ROWS, 2))))
+    assert placements[KEY] == placements[gradient] == UNKNOWN_ROWS
+    assert placements[TensorKey("activation gradient", "y")] == RowPlacement("rows")
+
+
 def test_rows_that_depend_on_each_other() -> None:
     def centred(x: Tensor) -> Tensor:
         return x - x.mean(0)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from motet.train.balance import expert_balance, terms
 from motet.train.balance.expert_balance import ExpertBalance, ExpertLoads
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job
-from motet.train.launch.preflight import check_job
+from motet.train.launch import entry_points
+from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
+from motet.train.launch.preflight import check_experts, check_job
 from ranks import Ranks
 from train.mixture_runs import (
     CORRECTIONS,
@@ -393,6 +395,35 @@ def test_workers_of_servers_are_refused_before_ranks_start(tmp_path: Path, famil
     collectives = ("layout.data=parameter_server", "layout.server.transport=collectives")
     check_job(job_of_family(tmp_path, family, ROW, *collectives), 2)
     check_job(job_of_family(tmp_path, "mixtral", "", "layout.data=parameter_server"), 4)
+
+
+def test_corrections_of_independent_replicas_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"outer.every = 3 .* moves one correction .* use model.balance.kind = 'row'"):
+        check_job(job_of_family(tmp_path, "motet", BIAS, "outer.every=3"), 2)
+    check_job(job_of_family(tmp_path, "motet", ROW, "outer.every=3"), 2)
+
+
+REFUSED_BY_FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "it has no such buffer; use model.balance.kind = 'row'": ("mixtral", "kind='bias'", {}),
+    "set model.arguments.router_jitter_noise = 0": ("mixtral", "", {"router_jitter_noise": 0.1}),
+    "no setting turns that off: take another model": ("phimoe", "", {}),
+    "motet finds none in": ("jetmoe", "kind='row'", {}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_BY_FILES)
+def test_experts_are_refused_before_ranks_start(tmp_path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, balance, more = REFUSED_BY_FILES[message]
+    job = job_of_family(tmp_path, family, balance, **more)
+    monkeypatch.setattr(entry_points, "launch_ranks", lambda *_, **__: pytest.fail("ranks are started"))
+    with pytest.raises(InputError, match=message) as error:
+        supervise_local_ranks(TrainRequest(job, None, []), SupervisorIO({}, print, nullcontext))
+    assert str(error.value).count(". ") == 0
+
+
+def test_other_mixtures_pass_that_check(tmp_path: Path) -> None:
+    for family, balance in (("deepseek_v3", BIAS), ("mixtral", ROW), ("motet", BIAS)):
+        check_experts(job_of_family(tmp_path, family, balance), print)
 
 
 def test_nothing_is_counted_without_a_section(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 from train.mixture_runs import (
+    BALANCES,
     CORRECTIONS,
     FAMILIES,
     OURS,
@@ -26,7 +27,6 @@ LAYOUTS = {
     "cp=2 tp=2 sp=true recompute=full": 4, "pp=2 cp=2 microbatches=4 recompute=full": 4, "dp=2 pp=2 zero=1": 4,
 }  # fmt: skip
 QUICK = [("motet", "bias", "dp=2 zero=3"), ("mixtral", "row", "cp=2")]
-BALANCES = {"row": "kind='row', weight=0.3, z_weight=0.05", "bias": "kind='bias', weight=0.2, speed=0.02"}
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from motet.precision.torch_private import GROUPED_PRODUCT, active_function_modes
 
 
 def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **more: Any) -> Tensor:
-    """Groups of rows, each multiplied by its matrix: `offs` are the ends of groups. The usual kernel has no float64."""
-    if x.dtype != torch.float64 or offs is None:
+    """Groups of rows, each multiplied by its matrix: `offs` are the ends of groups, which a run without memory may not
+    know. The usual kernel has no float64."""
+    if x.dtype != torch.float64 or offs is None or offs.is_meta:
         return cast(Tensor, GROUPED_PRODUCT(x, weights, offs, **more))
     stops = offs.tolist()
     groups = (x[start:stop] @ weight for start, stop, weight in zip([0, *stops], stops, weights, strict=False))

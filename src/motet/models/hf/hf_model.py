@@ -185,7 +185,7 @@ def make_logits_function(
     The second function finds out, on few tokens, how the module separates documents. Call it before the first, or call
     the third with its result on another rank.
     """
-    accepted, config = inspect.signature(module.forward).parameters, checkpoint.config
+    accepted, config = _accepted_names(module, checkpoint), checkpoint.config
     has_encoder, context = checkpoint.kind == "encoder-decoder", max_context(checkpoint)
     vocab_size = getattr(config, "vocab_size", None)
     inputs = _seq2seq_inputs if has_encoder else _single_stack_inputs
@@ -234,6 +234,14 @@ def make_logits_function(
         return with_documents(batch)
 
     return logits, check_on_tokens, set_way
+
+
+def _accepted_names(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> set[str]:
+    """The arguments that a module takes. Its cache may be an argument of an inner module: recomputation would append
+    to a cache again."""
+    parameters = inspect.signature(module.forward).parameters
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {*parameters, *(["use_cache"] if passes_on and getattr(checkpoint.config, "use_cache", False) else [])}
 
 
 def _check_part(batch: Batch, checkpoint: HuggingFaceCheckpoint, why_whole: str, *, takes_places: bool) -> None:

@@ -49,16 +49,20 @@ def find_row_placements(
     """The placement of the rows in each tensor of a step, by the same step of one device with several micro-batches.
 
     If results change, too, rows depend on each other, and no layout computes the same as one device. Then a shape alone
-    places the rows, so that the first activation that differs can be named.
+    places the rows, so that the first activation that differs can be named. Noise may be as large as a small gradient,
+    and places none whose output has no placement.
     """
     records_by_key, differences = group_by_key([microbatches]), compare_with_reference(reference, [microbatches])
+    without_noise = replace(reference, noise={})
     changes_results = any(d.key.kind in RESULT_KINDS and not d.is_rounding for d in differences)
-    placements = {}
+    placements = dict[TensorKey, RowPlacement]()
     for key, tensor in reference.tensors.items():
         if key.kind in ROW_KINDS:
             records = records_by_key.get(key, [])
             possible = list(_possible_placements(tensor, records))
-            fitting = (placement for placement in possible if _fits(reference, tensor, records, placement=placement))
+            is_output_placed = placements.get(TensorKey("activation", key.name)) != UNKNOWN_ROWS
+            step = reference if is_output_placed or key.kind != "activation gradient" else without_noise
+            fitting = (placement for placement in possible if _fits(step, tensor, records, placement=placement))
             has_one_form = changes_results and [each.how for each in possible] == ["rows"]
             by_shape = possible[0]._replace(is_by_shape=True) if has_one_form else UNKNOWN_ROWS
             placements[key] = next(fitting, by_shape)
@@ -87,7 +91,7 @@ def _fits(reference: ReferenceStep, tensor: ReferenceTensor, records: RankRecord
         pairs = align_tensor(tensor, records, placement=placement)
     except TensorAlignmentError:
         return False
-    bound = error_bound(reference, tensor)
+    bound = min(error_bound(reference, tensor), MAX_NOISE_BOUND)  # Within more, every placement would fit
     return all(reference.distance_of(tensor.key, pair) <= bound for pair in pairs)
 
 
@@ -158,7 +162,8 @@ def _restore_perturbed(subject: recording.VerificationSubjectOnRank, folder: Pat
     generator, optimizer = torch.Generator().manual_seed(seed), subject.engine.optimizer
     for master in optimizer.sharded_parameters.local_masters:
         up = torch.rand(master.shape, generator=generator) < 0.5
-        master.copy_(torch.nextafter(master, torch.where(up, torch.inf, -torch.inf).to(master.dtype)))
+        moved = torch.nextafter(master, torch.where(up, torch.inf, -torch.inf).to(master.dtype))
+        master.copy_(moved.masked_fill_(master == 0, 0))  # The float next to 0 rounds nothing, but decides ties
     optimizer.sync_parameters()
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from motet.core.errors import InputError
 from motet.models.settings import BalanceSettings, DecoderSettings, ModelSettings, UserModuleSettings
+from motet.models.trace.model_trace import build_on_meta
 from motet.parallel.process.module_inventory import mark_load_buffer
 from motet.train.balance.router_trial import correction_of, score_kind_of
 from motet.train.balance.routers import RoutedLayer, check_has_layers, experts_by_shape, find_routed_layers
@@ -53,6 +54,11 @@ def find_balanced_layers(job: Job, module: nn.Module) -> tuple[BalancedLayer, ..
         scores, relative = trials[_kind(module, layer)]
         balanced.append(BalancedLayer(layer, scores, relative and layer.name + relative))
     return tuple(balanced)
+
+
+def balanced_layers_of_job(job: Job) -> tuple[BalancedLayer, ...]:
+    """The balanced layers of a job, from its files alone; refuses what ranks would refuse."""
+    return find_balanced_layers(job, build_on_meta(job.model, getattr(torch, job.precision.resolved.master)).module)
 
 
 def _kind(module: nn.Module, layer: RoutedLayer) -> object:

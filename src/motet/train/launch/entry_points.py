@@ -32,7 +32,7 @@ from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironme
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
 from motet.train.launch.place_choice import choose_places
-from motet.train.launch.preflight import check_data, check_job, check_memory, check_model, check_split
+from motet.train.launch.preflight import check_data, check_experts, check_job, check_memory, check_model, check_split
 from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
@@ -124,6 +124,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
     check_split(job, ranks)
+    check_experts(job, io.log)
     token = read_run_token(io.environment)
     if job.layout.uses_server_processes and job.layout.server.listen is not None:
         _check_token_of_hosts(token, "layout.server.listen lets other hosts join the run")

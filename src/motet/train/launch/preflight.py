@@ -1,6 +1,6 @@
 """Checks of a job before any rank is started; each raises one sentence."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from motet.cluster.host_limits import read_memory_limits
 from motet.core.direct_io import check_free_space
 from motet.core.errors import InputError, check_input
+from motet.core.trace import log_if_slow
 from motet.core.units import DTYPE_BYTES
 from motet.memory.tiers.scratch_folder import check_folder
 from motet.models.hf.decoder_files import find_decoder_tensors
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and toke
     from motet.data.corpus.token_store import PreparedData
     from motet.models.build import TrainableModel
 
+_EXPERT_KEYS = ("expert", "moe", "router")  # Parts of the names that transformers gives to settings of mixtures
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -74,6 +76,7 @@ def check_job(job: Job, ranks: int) -> Layout:
         check_server_settings(job.layout.server, ranks)
         _check_server_count(job)
         _check_server_experts(job)
+    _check_replica_corrections(job)
     if not isinstance(job.model, UserModuleSettings):
         predicted_stages(job, layout)  # Refuses stages that do not fit the blocks
     return layout
@@ -108,6 +111,16 @@ def _check_server_experts(job: Job) -> None:
     )
 
 
+def _check_replica_corrections(job: Job) -> None:
+    """Refuse corrections of experts that would follow the loads of one of several independent replicas."""
+    check_input(
+        job.outer.every is None or getattr(getattr(job.model, "balance", None), "kind", None) != "bias",
+        f"outer.every = {job.outer.every} lets each replica take its steps alone, with other loads of experts, and "
+        "model.balance.kind = 'bias' moves one correction by the loads of all; use model.balance.kind = 'row', or "
+        "leave [outer] out",
+    )
+
+
 def check_model(job: Job) -> None:
     """Refuse a model that cannot be trained, or does not fit the data."""
     check_can_be_trained(job.model)
@@ -133,6 +146,22 @@ def check_model(job: Job) -> None:
         context is None or length <= context,
         f"data.sequence_length = {length} is more than {key} = {context}; shorten the sequences or raise {key}",
     )
+
+
+def check_experts(job: Job, log: Callable[[str], None]) -> None:
+    """Refuse a mixture of transformers whose routers draw random numbers, or cannot have the balance of the job.
+
+    The model runs without memory, which takes seconds: here only if its file names experts, and on the ranks anyway.
+    """
+    model = job.model
+    if not isinstance(model, UserModuleSettings) or not model.hf_path:
+        return
+    keys = {**read_config(model.hf_path), **model.arguments}
+    if model.balance is not None or any(part in key for key in keys for part in _EXPERT_KEYS):
+        from motet.train.balance.balanced_layers import balanced_layers_of_job  # torch is loaded here
+
+        with log_if_slow(log, "running the model without memory, for its routers"):
+            balanced_layers_of_job(job)
 
 
 def _huggingface_size(model: UserModuleSettings, *names: str) -> tuple[str, int | None]:
