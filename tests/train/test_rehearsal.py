@@ -113,6 +113,19 @@ def test_memory_and_collectives_are_as_planned(overrides: str) -> None:
             assert compared.name == "all of these" or abs(compared.difference or 0.0) <= 0.03, compared
 
 
+@pytest.mark.parametrize(
+    "overrides", ["layout.tp=2 layout.pp=2 layout.microbatches=4 layout.sp=true", "layout.cp=2 memory.recompute=full"]
+)
+def test_counts_of_rows_of_a_mixture_are_planned(overrides: str) -> None:
+    experts = "model.experts={count=128,per_token=2,hidden=8,first_dense_layers=1}"
+    settings = [experts, "model.layers=4", "model.balance={kind='row'}", "model.tied=false"]
+    job = job_of(*settings, *overrides.split(), ranks=4)
+    for each in rehearse(job, 4, None, all_kinds=True, log=lambda text: None).rehearsed:
+        assert all(count.is_as_planned for count in each.collectives)
+        agreed = sum(count.bytes for count in each.collectives if count.planned_bytes is None)
+        assert agreed < 4096, f"rank {each.rank}"  # The counts of one mixture alone take 8192 bytes
+
+
 def test_agreements_are_told_from_a_loss_in_blocks_of_rows() -> None:
     """Tensor-parallel ranks alone agree over the group of their layers, whose loss the plan has as one collective."""
     dims, group = ParallelDims((("dp", 1), ("tp", 4))), ("all-reduce", (0, 1, 2, 3))

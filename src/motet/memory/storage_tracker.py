@@ -29,6 +29,7 @@ from motet.core.units import format_bytes
 from motet.memory.memory_timeline import Category, MemoryTimeline, StepPhase, StorageLife
 from motet.memory.torch_private import storage_and_key, tensors_with_memory, watch_module_calls
 from motet.models.torch_private import TorchDispatchMode, is_in_backward
+from motet.models.trace.meta_kernels import MetaKernels
 
 # These stand in place of the kernel that made a storage
 NO_KERNEL, _BEFORE, _HOST, _MOVED = "made by no kernel", "", "made on the host", "moved to the device"
@@ -89,6 +90,7 @@ class StorageTracker(TorchDispatchMode):
         self.open_blocks = list[str]()
         self.moment, self.is_paused = 0, False
         self._on_meta, self._on_kernel = on_meta, on_kernel
+        self._call = MetaKernels().call if on_meta else _call
         self._live = self._peak = self._unchecked_peak = 0
         self._limit = limit
         self.follow(known)
@@ -129,7 +131,7 @@ class StorageTracker(TorchDispatchMode):
         if self.resizable:
             self.notice_resized()
         read = self.follow((*args, *kwargs.values()), NO_KERNEL)
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         is_gather = func.namespace == _GATHER_NAMESPACE
         if is_gather:
             self.resizable |= {record.key for record in read if not record.is_elsewhere}
@@ -182,7 +184,10 @@ class StorageTracker(TorchDispatchMode):
         """The records of the tensors in nested values; `maker` is that of storages which are not followed yet."""
         records = list[TrackedStorage]()
         for value in values:
-            if isinstance(value, Tensor):
+            if type(value) is Tensor:  # Most are
+                if value.is_meta == self._on_meta and value.layout == torch.strided:
+                    records.append(self._record(value, maker))
+            elif isinstance(value, Tensor):
                 records += [self._record(part, maker) for part in tensors_with_memory(value, on_meta=self._on_meta)]
             elif isinstance(value, list | tuple):
                 records += self.follow(value, maker)
@@ -489,9 +494,13 @@ class StepCategories:
             if is_gather:
                 record.category = record.category or "gathered or unreduced"
             record.is_message |= is_message
-        adds = _name_of(kernel) in _ADDING_KERNELS and len(read) > 1 and is_in_backward()
+        adds = len(read) > 1 and is_in_backward() and _name_of(kernel) in _ADDING_KERNELS
         if adds and not (read[0].is_elsewhere or read[1].is_elsewhere):
             self._additions.append((read[0], read[1]))
+
+
+def _call(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return kernel(*args, **kwargs)
 
 
 def _life(record: TrackedStorage) -> StorageLife:

@@ -31,6 +31,7 @@ from motet.models.torch_private import (
     tree_map,
     written_arguments,
 )
+from motet.models.trace.meta_kernels import MetaKernels
 from motet.models.trace.record_reader import AttentionRecord, BlockRecord, ProductRecord, SavedRecord, VisibleKeys
 from motet.models.user_module import find_blocks
 
@@ -47,6 +48,7 @@ class KnownValuesMode(TorchDispatchMode):
         """`observe(operator, (args, kwargs), result)` is called with each operator."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._observe = observe
+        self._kernels = MetaKernels()
         self._lost = dict[int, Any]()  # Storages on the processor that an unknown value was written to
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -72,9 +74,11 @@ class KnownValuesMode(TorchDispatchMode):
             return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         if is_known or (aliases_input(func) and not any(tensor.is_meta for tensor in tensors)):
             return func(*args, **kwargs)
-        return self._without_values(func, args, kwargs)
+        return self._without_values(func, args, kwargs, tensors=tensors)
 
-    def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_values(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, tensors: Sequence[Tensor]
+    ) -> Any:
         if func is READ_NUMBER:
             if args[0].dtype == torch.bool:
                 return False  # `isinf().any()`, say: nothing unusual happens
@@ -93,7 +97,10 @@ class KnownValuesMode(TorchDispatchMode):
             kwargs["device"] = torch.device("meta")
         if func is GROUPED_PRODUCT and args[1].ndim == 3:  # Kernels demand sizes that are multiples of 16 bytes
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1], device="meta")
-        result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+        if all(tensor.is_meta for tensor in tensors):
+            result = self._kernels.call(func, args, kwargs)
+            return _spread_evenly(func, args, result) if func in _CHOICES else result
+        result = self._kernels.call(func, tree_map(to_meta, args), tree_map(to_meta, kwargs))
         written = [each for each in written_arguments(func, args, kwargs) if not each.is_meta]
         for tensor in written:
             self._lost[storage_key(tensor)] = tensor.untyped_storage()

@@ -31,7 +31,7 @@ from motet.data.corpus.prepare import find_data
 from motet.memory import storage_tracker
 from motet.memory.storage_tracker import StepCategories
 from motet.models.build import TrainableModel, build_trainable_model
-from motet.models.settings import UserModuleSettings
+from motet.models.settings import DecoderSettings, UserModuleSettings
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.trace.record_forward import KnownValuesMode
 from motet.parallel.data_parallel.comm_units import CommUnit, SyncGroupPlan
@@ -43,6 +43,7 @@ from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.pipeline.border_bytes import border_traffic
 from motet.parallel.pipeline.pipeline_schedule import PipelineAction
 from motet.parallel.process.process_group import RankGroup, default_rank_group, world_of_one
+from motet.parallel.rank_placement import stages_of_rank
 from motet.parallel.step_plan.attention_traffic import AttentionComm, attention_comms
 from motet.parallel.step_plan.plan import StepPlan
 from motet.parallel.step_plan.traffic import activation_collectives
@@ -221,6 +222,24 @@ def planned_collectives(
         _add_attention(planned, comm, microbatches=plan.microbatches, is_recomputed=comm.block in recomputed)
     if plan.model_sharding.stages:
         _add_messages(planned, plan, layout=layout, recipe=recipe, shape=shape, rank=rank, slices=slices)
+    return planned
+
+
+def planned_row_counts(
+    job: Job, plan: StepPlan, shape: MicroBatchShape, *, rank: int, recomputed: Collection[int]
+) -> MessageSizes:
+    """The counts of each row that ranks with parts of its tokens add, in each forward of a mixture of experts."""
+    planned, model = MessageSizes(), job.model
+    over = (CONTEXT_DIMENSION, TENSOR_DIMENSION) if job.layout.sp else (CONTEXT_DIMENSION,)
+    if not isinstance(model, DecoderSettings) or model.experts is None or plan.dims.size(*over) == 1:
+        return planned
+    stages = [plan.model_sharding.stages[each] for each in stages_of_rank(plan, rank)]
+    blocks = {block for stage in stages for block in stage} if stages else range(model.layers)
+    members = next(ranks for ranks in plan.dims.groups(*over) if rank in ranks)
+    for block in blocks if model.balance.row_weight > 0 else ():
+        if block >= model.experts.first_dense_layers:
+            forwards = plan.microbatches * (1 + (block in recomputed))
+            planned[("all-reduce", members), DTYPE_BYTES["int64"] * shape.rows * model.experts.count] += forwards
     return planned
 
 
@@ -418,14 +437,10 @@ def _rehearse_step(
     shape, slices = batch_shape(job, len(engine.plan.rows_by_rank[rank][0])), 1
     if engine.pipeline and engine.pipeline.state.slices:
         slices = engine.pipeline.state.slices.world
-    recipe = job.precision.resolved
+    recipe, recomputed = job.precision.resolved, recomputed_blocks(job, engine.plan)
     planned = planned_collectives(
-        *(engine.plan, layout, recipe),
-        shape=shape,
-        rank=rank,
-        slices=slices,
-        recomputed=recomputed_blocks(job, engine.plan),
-    )
+        *(engine.plan, layout, recipe), shape=shape, rank=rank, slices=slices, recomputed=recomputed
+    ) + planned_row_counts(job, engine.plan, shape, rank=rank, recomputed=recomputed)
     return RankRehearsal(
         rank,
         engine.plan.dims.coordinates(rank),

@@ -18,6 +18,7 @@ from motet.models.kept_results import keep_result
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
 
 _KERNEL_BYTES = 16  # Rows of each operand of the grouped kernel are multiples of it
+_CACHE_BYTES = 2**20  # For each thread: a CPU gathers the outputs of as many tokens, and adds them while they are near
 
 
 class Experts(nn.Module):
@@ -118,7 +119,10 @@ class _ToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return None, grad.index_select(0, _inverse(order)).view(ctx.shape).sum(1), None, None
+        result = grad.new_empty(ctx.shape[0], ctx.shape[2])
+        for out, places in _blocks_of_tokens(result, _inverse(order).view(ctx.shape[:2])):
+            torch.sum(grad.index_select(0, places.flatten()).view(*places.shape, out.shape[1]), 1, out=out)
+        return None, result, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -128,8 +132,11 @@ class _FromExperts(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, *assigned: Tensor) -> Tensor:
         weights, order = assigned
         ctx.save_for_backward(outputs, weights, order)
-        by_token = outputs.index_select(0, _inverse(order)).view(*weights.shape, outputs.shape[1])
-        return by_token.mul_(weights.unsqueeze(-1)).sum(1)
+        result = outputs.new_empty(len(weights), outputs.shape[1])
+        for out, places, factors in _blocks_of_tokens(result, _inverse(order).view(weights.shape), weights):
+            by_token = outputs.index_select(0, places.flatten()).view(*places.shape, out.shape[1])
+            torch.sum(by_token.mul_(factors.unsqueeze(-1)), 1, out=out)
+        return result
 
     @staticmethod
     @once_differentiable
@@ -140,6 +147,16 @@ class _FromExperts(torch.autograd.Function):
         grad_weights = torch.empty_like(products).scatter_(0, order, products).view_as(weights)
         by_assignment.mul_(weights.flatten().index_select(0, order).unsqueeze(-1))
         return by_assignment, grad_weights, None
+
+
+def _blocks_of_tokens(out: Tensor, places: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of rows of out [N, H], places [N, K] and other tensors of N rows, such that the rows of x at the places
+    of a block fit a CPU's cache. On other devices, and in a step of shapes, one block has all rows."""
+    tokens = max(len(out), 1)
+    if out.device.type == "cpu":
+        token_bytes = max(out.element_size() * out.shape[1] * places.shape[1], 1)
+        tokens = max(_CACHE_BYTES * torch.get_num_threads() // token_bytes, 1)
+    return zip(*(tensor.split(tokens) for tensor in (out, places, *others)), strict=True)
 
 
 def _inverse(order: Tensor) -> Tensor:
