@@ -38,6 +38,7 @@ from parity import (  # noqa: F401  # they register
     planted_context,
     planted_copies,
     planted_data,
+    planted_experts,
     planted_loss_scales,
     planted_pipelines,
     planted_places,

@@ -9,14 +9,14 @@ from typing import Any
 from motet.core.errors import ReplicaMismatchError
 from motet.parallel.parallel_dims import ParallelDims
 from motet.parallel.sync_groups import DATA_DIMENSIONS
-from motet.parity.compare.native_precision import MAX_Z_SCORE, find_loss_scale_mistake
+from motet.parity.compare.native_precision import MAX_Z_SCORE, LossScaleMistake, find_loss_scale_mistake
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypotheses import find_likely_cause
 from motet.parity.diagnose.native_differences import NativeComparison
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.full_vocabulary import HeadVerdict
-from motet.parity.record.record_verification_steps import RESUMED, RecordedStepKey
+from motet.parity.record.record_verification_steps import CHANGED_BUFFER, RESUMED, RecordedStepKey
 from motet.parity.record.tensor_recorder import RecordsByRank
 
 UNPLACED = "neither one device nor the plan says where its rows and shards are"
@@ -165,12 +165,19 @@ def add_overflow_decisions(
     verdict: LayoutVerdict, records_by_rank: RecordsByRank, dims: ParallelDims, *, is_dynamic: bool
 ) -> LayoutVerdict:
     """Fail a layout whose ranks disagree on skipping a float16 step, or keep the scale of the loss in their numbers."""
-    mistake = find_loss_scale_mistake(records_by_rank, is_dynamic=is_dynamic)
+    mistake = find_loss_scale_mistake(records_by_rank, is_dynamic=is_dynamic) or _find_changed_buffer(records_by_rank)
     if mistake is None:
         return verdict
     location, cause = f"{mistake.place}, in the job's own precision", name_coordinates(mistake.cause, dims)
     place = _coordinates(mistake.rank, dims)
     return replace(verdict, ok=False, first_difference=location, rank=mistake.rank, cause=cause, coordinates=place)
+
+
+def _find_changed_buffer(records_by_rank: RecordsByRank) -> LossScaleMistake | None:
+    cause = "a step whose gradients overflow changes it, while a step that updates nothing must leave all buffers"
+    numbers = ((rank, record) for rank, records in enumerate(records_by_rank) for record in records)
+    changed = (each for each in numbers if each[1].name.startswith(CHANGED_BUFFER) and each[1].value)
+    return next((LossScaleMistake(record.name, rank, cause) for rank, record in changed), None)
 
 
 def failed_verdict(layout: str, reason: str, exit_code: int) -> LayoutVerdict:

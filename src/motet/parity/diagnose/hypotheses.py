@@ -13,6 +13,7 @@ Hypotheses about inputs of reductions: the local gradient of a rank is wrong, or
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from motet.parity.diagnose import mismatch_evidence as fit
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import optimizer_hypotheses as scalars
 from motet.parity.diagnose.context_hypotheses import CONTEXT_HYPOTHESES
+from motet.parity.diagnose.expert_hypotheses import EXPERT_HYPOTHESES
 from motet.parity.diagnose.mismatch_evidence import (
     LocatedDifference,
     MicroBatchContribution,
@@ -121,11 +123,14 @@ def is_a_summand(e: MismatchEvidence) -> str:
         return ""
     if all(fit.is_equal_up_to_rounding(pair.value, worst.value) for pair in pairs):  # Scaled, and no summands
         return ""
-    total = torch.stack([pair.value.double() for pair in pairs]).sum(0)
-    if not fit.is_equal_up_to_rounding(total, worst.expected):
+    values = torch.stack([pair.value.double() for pair in pairs])
+    scale = tolerances().fit * float(worst.expected.double().abs().max())
+    is_wrong = ((values - worst.expected).abs() > scale).any(0)  # A part of it may be a sum, and another part complete
+    if not fit.is_equal_up_to_rounding(values.sum(0)[is_wrong], worst.expected[is_wrong]):
         return ""
-    numbers = format_numbered("rank", sorted(pair.rank or 0 for pair in pairs))
-    return f"each rank has a summand of it: the sum over {numbers} is missing"
+    numbers, count = format_numbered("rank", sorted(pair.rank or 0 for pair in pairs)), int(is_wrong.sum())
+    part = "it" if 2 * count > is_wrong.numel() else f"{count} of its {is_wrong.numel()} elements"
+    return f"each rank has a summand of {part}: the sum over {numbers} is missing"
 
 
 def _is_alike(record: RecordedTensor | None, other: RecordedTensor | None) -> bool:
@@ -282,10 +287,25 @@ def explain_own_gradient(e: MismatchEvidence) -> str:
         alternatives={words: reduced.cut(tensor) for words, tensor in alternatives.items()},
         source_tensors={f"gradient {n}": _sum_gradients(reduced.results, n) for n in reduced.results[0].gradients},
     )
-    cause = explain(evidence, TENSOR_HYPOTHESES)
+    cause = explain(evidence, TENSOR_HYPOTHESES) or _explain_stacked(evidence, reduced)
     sum_cause = explain(e, TENSOR_HYPOTHESES) if len(wrong) == planned.plan.dims.ranks > 1 else ""
     sentence = f"the local gradient of {format_numbered('rank', sorted(wrong))} is wrong{cause and ': '}{cause}"
     return sentence + (f"; their sum: {sum_cause}" if sum_cause not in ("", cause) else "")
+
+
+def _explain_stacked(e: MismatchEvidence, reduced: ReductionInput) -> str:
+    """Words for a gradient of stacked weights, of which some are wrong: those of some experts, say."""
+    shape, contributions = reduced.shard.spec.local_shape, e.contributions
+    if len(shape) < 3 or reduced.shard.numel != prod(shape) or reduced.record.is_sketched:
+        return ""
+    value, expected, *shares = (x.view(shape[0], -1) for x in (e.value, e.expected, *(c.value for c in contributions)))
+    wrong = [n for n in range(shape[0]) if not fit.is_equal_up_to_rounding(value[n], expected[n])]
+    for n in wrong if len(wrong) < shape[0] else ():
+        parts = [c._replace(value=share[n]) for c, share in zip(contributions, shares, strict=True)]
+        stacked = replace(e, value=value[n], expected=expected[n], contributions=parts, alternatives={})
+        if text := explain(stacked, TENSOR_HYPOTHESES):
+            return f"of its {shape[0]} weights, {format_numbered('number', wrong)} alone differ; in number {n} {text}"
+    return ""
 
 
 def wrong_sum_text(e: MismatchEvidence) -> str:
@@ -395,7 +415,7 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
         return str(error)
     located = LocatedDifference(recompute, records_by_rank, difference, reference, tensor, pairs)
     evidence = make_evidence(located)
-    part_hypotheses = (*PIPELINE_HYPOTHESES, *SPLIT_HYPOTHESES, *CONTEXT_HYPOTHESES)
+    part_hypotheses = (*EXPERT_HYPOTHESES, *PIPELINE_HYPOTHESES, *SPLIT_HYPOTHESES, *CONTEXT_HYPOTHESES)
     if text := is_recomputed_differently(evidence) or explain(evidence, part_hypotheses):
         return text
     if key.kind == "gradient" and (text := explain_own_gradient(evidence)):

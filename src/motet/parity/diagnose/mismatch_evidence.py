@@ -444,7 +444,7 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
     factors = located.known_factors
     evidence = MismatchEvidence(pair.value, pair.expected, pair.rank, factors, kind=kind, name=name, located=located)
     if kind in SCALAR_KINDS:
-        results = recompute.evaluation_results if kind == "evaluation" else recompute.microbatch_results
+        results = recompute.results_of(located.key)
         targets = None if kind == "evaluation" else located.reference.value_of(TensorKey("sample", "targets"))
         return replace(evidence, results=results, token_count=0 if targets is None else targets.numel())
     if kind in ROW_KINDS:

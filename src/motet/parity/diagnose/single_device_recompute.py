@@ -15,6 +15,7 @@ from motet.parallel.sync_groups import reports
 from motet.parity.compare.align_with_reference import PlannedRecords
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.record import record_verification_steps as recording
+from motet.parity.record.tensor_recorder import BALANCE_LOSS, TensorKey
 
 
 class MicroBatchResult(NamedTuple):
@@ -25,6 +26,7 @@ class MicroBatchResult(NamedTuple):
     loss_sum: Tensor
     target_count: float
     gradients: dict[str, Tensor]
+    balance_terms: tuple[float, ...] = ()  # Sums of the terms that balance the experts of each layer
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ class SingleDeviceRecompute:
             self.module.train()
         return results
 
+    def results_of(self, key: TensorKey) -> list[MicroBatchResult]:
+        """The results that a number is the sum or the mean of; the mean loss has the terms that balance experts."""
+        if key.kind != "sum":
+            return self.evaluation_results if key.kind == "evaluation" else self.microbatch_results
+        losses = [(r.loss_sum if key.name != BALANCE_LOSS else r.loss_sum * 0) for r in self.microbatch_results]
+        pairs = zip(self.microbatch_results, losses, strict=True)
+        return [result._replace(loss_sum=loss.double() + sum(result.balance_terms)) for result, loss in pairs]
+
     def losses_of_wrong_vocabularies(self, rank: int, microbatch: int) -> dict[str, Tensor]:
         """The loss of a micro-batch with mistakes in its split vocabulary, in words; empty if ranks do not split it."""
         comms = self.planned.plan.model_sharding.boundary_comms if self.planned else ()
@@ -122,7 +132,9 @@ class SingleDeviceRecompute:
             engine.backward(loss)
         gradients = parameters.local_shards(parameters.local_gradients()).items()
         dense = {name: gradient.values.view(gradient.shape).clone() for name, gradient in gradients}
-        return MicroBatchResult(rank, microbatch, loss.detach(), targets, dense)
+        numbers = engine.balance.local_numbers().tolist() if engine.balance else []
+        terms = engine.balance.loads_of(numbers)[1] if engine.balance else ()
+        return MicroBatchResult(rank, microbatch, loss.detach(), targets, dense, tuple(terms))
 
 
 def wrong_vocabulary_losses(logits: Tensor, targets: Tensor, weights: Tensor, *, shards: int) -> dict[str, Tensor]:

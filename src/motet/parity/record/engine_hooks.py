@@ -76,6 +76,8 @@ def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
             scale = engine.gradient_scale(stats.grad_norm, stats.count)
             summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
         recorder.add_shards("gradient", summed)
+        if stats.experts is not None and dtype == torch.float64:  # With less precision some tokens choose others
+            recorder.add_expert_loads(stats.experts, stats.count)
         recorder.add_step_scalars(stats.count, stats.loss, stats.grad_norm)
         recorder.add_shards("clipped gradient", clipped)
         record_state(recorder, engine.optimizer.state())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import ModelInventory, ModelSharding
+from motet.parallel.process.module_inventory import persistent_buffers
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.shard_spec import ShardSpec
 from motet.parallel.step_plan.plan import StepPlan
@@ -29,6 +30,7 @@ from motet.parity.record.engine_hooks import (
     record_state,
     record_step,
 )
+from motet.parity.record.recomputed_tensors import digest
 from motet.parity.record.saved_bytes import record_saved_bytes
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedShard, RecordedTensor, TensorKind, TensorRecorder
 from motet.train.engine import StepStats, TrainingEngine
@@ -300,6 +302,7 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"
 
 
+CHANGED_BUFFER = "buffer "  # And its name: 1 if the step with an overflow changes it
 OVERFLOW_PHASE = "with an overflow on one rank"
 
 
@@ -324,7 +327,8 @@ def record_overflow(
         add("norm", stats.grad_norm)
         add("clipped", clipped)
         on_rank.state.restore(step_checkpoint_path(folder, last_step))
-        updates = list[None]()
+        updates, buffers = list[None](), persistent_buffers(on_rank.engine.module)
+        before = {name: digest(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
         with ExitStack() as stack:
             stack.enter_context(patched_method(optimizer, "update", lambda *_: updates.append(None)))
             if group.rank == group.world - 1:
@@ -332,6 +336,8 @@ def record_overflow(
             stats, _ = _run_step(on_rank, last_step)
         add("is skipped", float(stats.is_overflow and not updates))
         add("scale after it", optimizer.loss_scale)
+        for name, bits in before.items():
+            add(f"{CHANGED_BUFFER}{name}", float(digest(buffers[name]) != bits))
         on_rank.state.save(last_step)
         on_rank = subject.build(group, rank_folder)
         on_rank.state.restore(step_checkpoint_path(rank_folder, last_step))

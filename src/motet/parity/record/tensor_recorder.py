@@ -28,12 +28,15 @@ from motet.parallel.shard_spec import ShardSpec
 from motet.parity.record.activation_parts import WHOLE_MODEL, ActivationParts, put_part
 from motet.parity.record.argument_tensors import named_conditions, named_float_tensors
 from motet.parity.record.recomputed_tensors import digest
+from motet.train.balance.expert_balance import ExpertLoads
 
 # In the order of a step; tensors of one kind follow the order of execution on one device.
 ForwardKind = Literal[
     "starting parameter", "sample", "random mask", "used parameter", "activation", "loss", "activation gradient"
 ]  # fmt: skip
-LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
+LaterKind = Literal[
+    "gradient", "loads", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"
+]  # fmt: skip
 # Kinds that one device does not have: inputs of reductions over ranks, tensors that backward recomputes differently,
 # and bytes that should not be kept for backward. The model should compute with the rounded masters.
 RankKind = Literal["local gradient", "partial sum", "recomputed", "saved bytes", "loss scale", "rounded master"]
@@ -41,6 +44,7 @@ TensorKind = Literal[ForwardKind, LaterKind, RankKind]
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
 ROW_KINDS: tuple[TensorKind, ...] = ("sample", "random mask", *ACTIVATION_KINDS)
 MASTER_PREFIX = "master/"
+BALANCE_LOSS = "balance loss"  # The terms that balance experts, which are a part of the mean loss
 MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show the precision they were rounded to
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096  # A shard with more elements gets a sketch of this size
 MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512  # The same for one row of an activation
@@ -224,9 +228,18 @@ class TensorRecorder:
             self._append("recomputed", words, value.detach().cpu(), sketch=value.detach(), microbatch=self.microbatch)
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
-        tensor = torch.tensor(value, dtype=torch.float64)
+        self.add_numbers(kind, name, torch.tensor(value, dtype=torch.float64))
+
+    def add_numbers(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
+        """Record numbers of the step that every rank has."""
         if self._records(kind):
             self._append(kind, name, tensor, sketch=tensor)
+
+    def add_expert_loads(self, experts: ExpertLoads, target_count: float) -> None:
+        """Record the loads of experts in a step, the assignments that a limit dropped, and the terms of the loss."""
+        for layer in experts.layers:
+            self.add_numbers("loads", layer.name, torch.tensor([*layer.loads, layer.dropped], dtype=torch.float64))
+        self.add_scalar("sum", BALANCE_LOSS, experts.loss_sum / (target_count or 1.0))
 
     def add_step_scalars(self, target_count: float, mean_loss: float, gradient_norm: float) -> None:
         """The metrics of a step."""

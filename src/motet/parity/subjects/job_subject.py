@@ -36,6 +36,7 @@ from motet.train.step import TrainableModelProtocol
 
 MAX_VOCABULARY_RANKS = 8  # Most ranks that split a vocabulary and have samples at the ends of their parts
 STRESSED_STEPS = 3  # Steps after which the ids repeat
+ROWS_TO_EMPTY = 5  # One row in this many
 PROMPT = (3, 1, 4, 1, 5)
 
 
@@ -49,10 +50,14 @@ class UnevenTargetSamples:
     inner: BatchLoader
     settings: DataSettings
     entries: int | None = None  # Entries of the model's vocabulary; None: unknown
+    has_empty_rows: bool = False  # Some rows have no targets, so that experts do not count them
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = _with_optional_tensors(self.inner.batch(step, rows), self.settings)
-        batch = replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), step))
+        weights = _zero_some_weights(batch.weights, torch.tensor(rows), step)
+        if self.has_empty_rows:
+            weights[torch.tensor(rows) % ROWS_TO_EMPTY == 1] = 0
+        batch = replace(batch, weights=weights)
         return batch if self.entries is None else _with_boundary_entries(batch, rows, step, entries=self.entries)
 
     def evaluation_batches(self, split: str) -> int:
@@ -260,8 +265,9 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
 
     @contextmanager
     def loss_of_rows(self, step: int, rows: range) -> Iterator[tuple[Tensor, float]]:
-        batch = self._ordered_samples.batch(step, rows)
-        with self.components.model.randomness(step, batch.rows):
+        batch, engine = self._ordered_samples.batch(step, rows), self.engine
+        routed = engine.balance.rows_of(batch, engine.backward_scale) if engine.balance else None
+        with self.components.model.randomness(step, batch.rows), engine.counting(routed):
             yield self.components.model.loss_sum(batch), float(batch.weights.sum())
 
     def logits_of_rows(self, step: int, rows: range) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,7 +321,9 @@ class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
     def _stress_samples(self) -> UnevenTargetSamples:
         data = self.job.data
         boundaries = with_extra_boundaries(self.components.data, data.batch_sequences)
-        return UnevenTargetSamples(boundaries, data, self.components.model.vocab_size)
+        return UnevenTargetSamples(
+            boundaries, data, self.components.model.vocab_size, has_empty_rows=self.engine.balance is not None
+        )
 
 
 @dataclass(frozen=True)
