@@ -44,8 +44,8 @@ def expert_collectives(
     if not isinstance(model, DecoderSettings) or experts is None:
         return ()
     stages = plan.model_sharding.stages
-    own = [stages[stage] for stage in stages_of_rank(plan, rank)] if stages else [range(model.layers)]
-    blocks = [block for stage in own for block in stage if block >= experts.first_dense_layers]
+    ranges = [stages[stage] for stage in stages_of_rank(plan, rank)] if stages else [range(model.layers)]
+    blocks = [block for stage in ranges for block in stage if block >= experts.first_dense_layers]
     wide = "float64" if recipe.compute == "float64" else "float32"
     over = (CONTEXT_DIMENSION, *((TENSOR_DIMENSION,) if layout.sp else ()))
     sharing, made = plan.dims.group_of(rank, *over), list[ExpertCollective]()
