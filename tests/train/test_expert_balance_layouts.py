@@ -56,7 +56,8 @@ def test_numbers_of_every_layout_are_those_of_one_device(
         check_equal(result, expected)
 
 
-@pytest.mark.parametrize("kind", ["row", pytest.param("bias", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["row", "bias"])
 def test_rows_that_ranks_do_not_divide(ranks: Ranks, folder: Path, kind: str) -> None:
     job = job_of_family(folder, "motet with capacity", BALANCES[kind], "data.sequence_length=23")
     expected = train_mixture(ALONE, job)
