@@ -9,7 +9,7 @@ from parity.run_planted import reference, verified
 from ranks import Ranks
 
 UNEVEN = ("model.vocab_size=261", "model.ffn_hidden=51", "model.dropout=0.1")
-MIXTURES = ("mixtral", "deepseek_v3")
+MIXTURES = ("mixtral", "deepseek_v3", "gpt_oss")
 LIMITED = (
     "model.experts={count=4, per_token=2, hidden=16, shared=1, capacity=1.1, drop='lowest'}",
     "model.balance={kind='bias', weight=0.1, z_weight=0.01}",
@@ -52,11 +52,11 @@ CASES = [
     ("layers that stay whole", "tp=4"),
     ("llama", "tp=4 sp=true"),
 ]
-# Outputs of which nothing says how they lie: those of modules without a weight between split layers, the second output
-# of a router, and a key whose gradients on ranks are summands.
+# Outputs of which nothing says how they lie: those of modules without a weight between split layers, second outputs of
+# routers, attention and mixtures, and a key whose gradients on ranks are summands.
 BETWEEN = (
     r"activation (gradient )?(.*(act|act_fn|dropout|activation|_norm|intermediate|self\[0\])( \(call \d\))?|"
-    r".*((gate|router)\[1\]|shared_key)|transform|transform_norm|whole model.*)$"
+    r".*((gate|router|self_attn|mlp)\[1\]|shared_key)|transform|transform_norm|whole model.*)$"
 )
 
 
