@@ -207,7 +207,7 @@ def gpt_oss_weights(theirs: Any, ours: DecoderSettings, values: Weights, *, gate
         mlp = f"model.layers.{i}.mlp."
         weights[f"blocks.{i}.ffn.router.weight"] = values[f"{mlp}router.weight"]
         up, down = (values[f"{mlp}experts.{name}_proj"].mT for name in ("gate_up", "down"))
-        weights[f"blocks.{i}.ffn.experts.up"] = torch.cat((up[:, ::2], up[:, 1::2]), dim=1)
+        weights[f"blocks.{i}.ffn.experts.up"] = torch.cat((up[:, ::2] * gate, up[:, 1::2]), dim=1)
         weights[f"blocks.{i}.ffn.experts.down"] = down / gate
     return weights
 

@@ -42,7 +42,11 @@ HUGGING_FACE: dict[str, dict[str, Any]] = {
     "bert of transformers": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **LLAMA},
     "mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **LLAMA, **EXPERTS},
     "deepseek_v3": {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **(LLAMA | LATENT)},
-}
+    "gpt_oss": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "sliding_window": 8, "head_dim": 8, **LLAMA,
+        **EXPERTS,
+    },
+}  # fmt: skip
 """Everything else is the family's default: GPT-2 has dropout 0.1 everywhere."""
 DECODER = "vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48"
 ENCODER = "vocab_size=260, context=40, layers=2, hidden=32, heads=4, ffn_hidden=48"

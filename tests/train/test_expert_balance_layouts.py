@@ -39,14 +39,9 @@ def alone(folder: Path, family: str, kind: str) -> TrainedMixture:
     return train_mixture(ALONE, job_of_family(folder, family, BALANCES[kind]))
 
 
-def is_refused(family: str, kind: str, layout: str) -> bool:
-    """A limit needs the choices of complete rows, which a rank with a part of each row does not have."""
-    return "capacity" in family and ("cp=" in layout or "sp=" in layout)
-
-
 def cases() -> list[object]:
     wanted = [(f, kind, layout) for f in (*FAMILIES, *OURS) for kind in ("row", "bias") for layout in LAYOUTS]
-    possible = [case for case in wanted if (case[1] == "row" or case[0] in CORRECTIONS) and not is_refused(*case)]
+    possible = [case for case in wanted if case[1] == "row" or case[0] in CORRECTIONS]
     return [*QUICK, *(pytest.param(*case, marks=pytest.mark.proof) for case in possible if case not in QUICK)]
 
 
@@ -58,6 +53,16 @@ def test_numbers_of_every_layout_are_those_of_one_device(
     expected = alone(folder, family, kind)
     assert any(loads != expected.experts[0].layers[0].loads for loads in [e.layers[0].loads for e in expected.experts])
     for result in ranks.run(LAYOUTS[layout], train_mixture, job, timeout_s=300):
+        check_equal(result, expected)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["row", "bias"])
+def test_rows_that_ranks_do_not_divide(ranks: Ranks, folder: Path, kind: str) -> None:
+    job = job_of_family(folder, "motet with capacity", BALANCES[kind], "data.sequence_length=23")
+    expected = train_mixture(ALONE, job)
+    split = job.model_copy(update={"layout": job.layout.model_copy(update={"cp": 2})})
+    for result in ranks.run(2, train_mixture, split, timeout_s=300):
         check_equal(result, expected)
 
 

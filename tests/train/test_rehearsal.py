@@ -114,22 +114,32 @@ def test_memory_and_collectives_are_as_planned(overrides: str) -> None:
             assert compared.name == "all of these" or abs(compared.difference or 0.0) <= 0.03, compared
 
 
-RECOMPUTED_AND_CHOICES = [
-    *(f"layout.tp=2 layout.sp={sp} memory.recompute=full" for sp in ("true", "false")),
+QUICK_RECOMPUTED = (
     "layout.tp=2 layout.sp=true memory.recompute=selective",
+    f"layout.cp=2 layout.pp=2 data.sequence_length=31 {LIMITED} model.balance.kind=row memory.recompute=full",
+)
+RECOMPUTED_AND_CHOICES = [
+    *QUICK_RECOMPUTED,
+    *(f"layout.tp=2 layout.sp={sp} memory.recompute=full" for sp in ("true", "false")),
     "layout.tp=2 layout.sp=true memory.recompute=every-k memory.every=2 model.layers=4",
     f"layout.cp=2 layout.tp=2 layout.sp=true {LIMITED} model.balance.kind=row",
     f"layout.cp=2 layout.tp=2 layout.sp=true {LIMITED} model.balance.kind=row memory.recompute=selective",
-    f"layout.cp=2 layout.pp=2 data.sequence_length=31 {LIMITED} model.balance.kind=row memory.recompute=full",
 ]
 
 
-@pytest.mark.parametrize("overrides", RECOMPUTED_AND_CHOICES)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(each, marks=() if each in QUICK_RECOMPUTED else pytest.mark.proof)
+        for each in RECOMPUTED_AND_CHOICES
+    ],
+)
 def test_collectives_of_recomputed_blocks_and_of_choices_are_as_planned(overrides: str) -> None:
     for each in rehearse(job_of(*overrides.split(), ranks=4), 4, None, all_kinds=True, log=lambda text: None).rehearsed:
         assert all(count.is_as_planned for count in each.collectives), each.collectives
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "overrides", ["layout.tp=2 layout.pp=2 layout.microbatches=4 layout.sp=true", "layout.cp=2 memory.recompute=full"]
 )

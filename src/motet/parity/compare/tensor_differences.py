@@ -14,6 +14,7 @@ from motet.collectives.compression.compressed_collectives import codec_numerics
 from motet.parity.compare import align_with_reference as alignment
 from motet.parity.compare.align_with_reference import PlannedRecords
 from motet.parity.record.tensor_recorder import (
+    ACTIVATION_KINDS,
     ROW_KINDS,
     LaterKind,
     RankKind,
@@ -86,8 +87,13 @@ class ReferenceStep:
     def may_be_missing(self, tensor: alignment.ReferenceTensor, planned: PlannedRecords) -> bool:
         """Whether no stage needs a tensor: a mask outside of blocks, or the gradient of an output that is an input.
 
-        An earlier stage has the whole gradient of the latter.
+        An earlier stage has the whole gradient of the latter. Ranks that share rows have no matrix of all pairs of
+        query and key, which plain attention returns after its output.
         """
+        if planned.plan.context.ranks > 1 and tensor.key.kind in ACTIVATION_KINDS:
+            module, bracket, index = tensor.key.name.partition(" (call")[0].partition("[")
+            if bracket and not index.startswith("0]"):
+                return any(call.module == module for call in planned.plan.model_sharding.attention)
         if tensor.key.kind == "random mask":
             return bool(planned.plan.model_sharding.stages) and not tensor.key.name.startswith("block ")
         if tensor.key.kind != "activation gradient" or not planned.stage_of(tensor.key):
