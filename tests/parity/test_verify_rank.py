@@ -58,3 +58,5 @@ def test_a_split_is_known_where_all_ranks_have_looked_for_it(
     """Ranks 2 and 3 did not take part in the first layouts: they would wait for the split that the others know."""
     calls = record_on_rank("tp=2", "tp=2 microbatches=2", "tp=2 sp=true", "tp=2 dp=2 zero=2", "tp=2 dp=2 zero=3")
     assert [call["known"] is not None for call in calls] == [False, True, False, False, True]
+    calls = record_on_rank("dp=2", "cp=2", "cp=2 cp_order=contiguous", "tp=2 dp=2", "tp=2 cp=2")
+    assert [call["known"] is not None for call in calls[-5:]] == [False, False, True, False, False]

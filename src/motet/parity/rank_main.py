@@ -28,15 +28,17 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
         if rank_env.rank >= world:  # Not a rank of these layouts
             continue
         indexed = list(group_of_layouts)
-        shardings = dict[str, ModelSharding]()  # Known to all ranks of this group, which look for others together
+        shardings = dict[object, ModelSharding]()  # Known to all ranks of this group, which look for others together
         previous = recording.RecordFolder(path, indexed[0][0] - 1, 1)
         while previous.layout_index >= 0 and not previous.is_done():  # It may take longer than a group's timeout
             time.sleep(0.1)
         world_env = replace(rank_env, world=world, local_world=world, rendezvous=f"{rank_env.rendezvous}-{world}")
         with start_process_group(world_env, "cpu", job.run.timeout_s, cpu_backend=job.run.cpu_backend) as group:
             for layout_index, candidate in indexed:
-                records, known = recording.RecordFolder(path, layout_index, world), shardings.get(candidate.split)
-                shardings[candidate.split] = _record_layout(candidate, group, records, model_sharding=known)
+                # Cut rows have a proof of their tokens, and calls of attention
+                split = candidate.split, candidate.job.layout.cp > 1
+                records, known = recording.RecordFolder(path, layout_index, world), shardings.get(split)
+                shardings[split] = _record_layout(candidate, group, records, model_sharding=known)
     return 0
 
 
