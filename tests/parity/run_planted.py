@@ -133,7 +133,7 @@ def native_layout(ranks: Ranks, recipe: str, layout: str, model: str, settings: 
         world, sharding = candidate.world, ModelSharding()
         if candidate.tensor_ranks > 1 or candidate.blocks > 1:
             sharding = ranks.run(world, sharding_on_rank, candidate.job, native.folder, timeout_s=120)[0]
-        parts = candidate.job.layout_for(world).sharding.reproducible_batch_size or candidate.microbatches
+        parts = candidate.device_microbatches(native.subject.batch_rows)
         spreads = native_precision.measure_order_spreads(native, parts, sharding=sharding, ranks=candidate.tensor_ranks)
         subject = JobVerificationSubject(candidate.job, sharding if sharding.rules or sharding.stages else None)
         _NATIVE_LAYOUTS[key] = NativeLayout(native, subject, world, spreads)

@@ -44,8 +44,10 @@ def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, lay
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", ["dp=1 tp=2", "dp=1 tp=4", "dp=1 tp=2 sp=true"])
-def test_ranks_that_split_a_head_round_the_parts_of_its_input_gradient(ranks: Ranks, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", ["dp=1 cp=2", "dp=1 cp=3 cp_kind=ring", "dp=1 tp=2", "dp=1 tp=4", "dp=1 tp=2 sp=true"]
+)
+def test_ranks_that_split_heads_or_rows_round_the_parts_of_gradients(ranks: Ranks, layout: str) -> None:
     worst, first = compared(ranks, "bf16", layout, no_fault, "model.tied=false")
     assert first is None, (first, first and first.cause)
     assert worst.z < 5
@@ -58,6 +60,7 @@ def test_ranks_that_split_a_head_round_the_parts_of_its_input_gradient(ranks: Ra
         ("bf16", "dp=3 zero=0 microbatches=2"),
         pytest.param("bf16", "dp=2 zero=1 microbatches=2", marks=pytest.mark.proof),
         pytest.param("fp32", "dp=3 zero=0 microbatches=2", marks=pytest.mark.proof),
+        pytest.param("fp32", "dp=2 cp=2 zero=1", marks=pytest.mark.proof),
     ],
 )
 def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout: str) -> None:

@@ -75,6 +75,14 @@ class CandidateLayout:
     def tensor_ranks(self) -> int:
         return self.job.layout.dims.size(TENSOR_DIMENSION)
 
+    def device_microbatches(self, rows: int) -> int:
+        """The number of micro-batches of `rows` rows with which one device adds up as many sums as the layout. Ranks
+        that share rows add their sums over tokens, as others do over rows."""
+        if reproducible := self.job.layout_for(self.world).sharding.reproducible_batch_size:
+            return reproducible
+        possible = (size for size in range(1, self.job.layout.cp + 1) if rows % (self.microbatches * size) == 0)
+        return self.microbatches * max(possible, default=1)
+
     @property
     def split(self) -> str:
         """The settings that decide how ranks split the model."""

@@ -295,13 +295,8 @@ class _RankLayoutVerifier:
         self, native: precision.NativeReference, candidate: CandidateLayout, sharding: ModelSharding
     ) -> list[precision.SummationOrderSpread]:
         """How far other orders of the sums of a layout are from one device."""
-        key = _device_microbatches(candidate), candidate.split
+        key = candidate.device_microbatches(native.subject.batch_rows), candidate.split
         if key not in self.spreads:
             ranks = candidate.job.layout.dims.size(TENSOR_DIMENSION)
             self.spreads[key] = precision.measure_order_spreads(native, key[0], sharding=sharding, ranks=ranks)
         return self.spreads[key]
-
-
-def _device_microbatches(candidate: CandidateLayout) -> int:
-    """The number of micro-batches with which one device adds up the same sums as the layout."""
-    return candidate.job.layout_for(candidate.world).sharding.reproducible_batch_size or candidate.microbatches
