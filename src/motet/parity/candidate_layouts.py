@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from motet.core.errors import check_input
 from motet.parallel.layout import LayoutSettings, parse_layout, parse_stages
-from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
+from motet.parallel.model_sharding import CONTEXT_DIMENSION, PIPELINE_DIMENSION, TENSOR_DIMENSION
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
 
@@ -75,12 +75,17 @@ class CandidateLayout:
     def tensor_ranks(self) -> int:
         return self.job.layout.dims.size(TENSOR_DIMENSION)
 
+    @property
+    def context_ranks(self) -> int:
+        """Ranks that share each row."""
+        return self.job.layout.dims.size(CONTEXT_DIMENSION)
+
     def device_microbatches(self, rows: int) -> int:
         """The number of micro-batches of `rows` rows with which one device adds up as many sums as the layout. Ranks
         that share rows add their sums over tokens, as others do over rows."""
         if reproducible := self.job.layout_for(self.world).sharding.reproducible_batch_size:
             return reproducible
-        possible = (size for size in range(1, self.job.layout.cp + 1) if rows % (self.microbatches * size) == 0)
+        possible = (size for size in range(1, self.context_ranks + 1) if rows % (self.microbatches * size) == 0)
         return self.microbatches * max(possible, default=1)
 
     @property

@@ -36,7 +36,7 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
         with start_process_group(world_env, "cpu", job.run.timeout_s, cpu_backend=job.run.cpu_backend) as group:
             for layout_index, candidate in indexed:
                 # Cut rows have a proof of their tokens, and calls of attention
-                split = candidate.split, candidate.job.layout.cp > 1
+                split = candidate.split, candidate.context_ranks > 1
                 records, known = recording.RecordFolder(path, layout_index, world), shardings.get(split)
                 shardings[split] = _record_layout(candidate, group, records, model_sharding=known)
     return 0
