@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from pages.tensor_parallel_families import (
     measure_families,
     rows_of_data,
     train_on_rank,
+    trained_rows_of,
 )
 
 if TYPE_CHECKING:
@@ -184,14 +186,7 @@ def describe_attention(job: Job) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def read_rows() -> list[dict[str, str]]:
-    """A row for each family, in the order of FAMILIES."""
-    return rows_of_data(DATA)
-
-
-def trained_rows() -> list[dict[str, str]]:
-    """The rows of families that are not refused."""
-    return [row for row in read_rows() if not row["refusal"]]
+read_rows, trained_rows = partial(rows_of_data, DATA), partial(trained_rows_of, DATA)
 
 
 def page() -> str:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from motet.parity.verify_job import make_verification_plans, verify_job_layouts
 from motet.train.balance.balanced_layers import balanced_layers_of_job
 from motet.train.job import load_job
 from pages import DOCS, import_from_tests, markdown_table
-from pages.tensor_parallel_families import LIMIT, measure_families, rows_of_data
+from pages.tensor_parallel_families import LIMIT, measure_families, rows_of_data, trained_rows_of
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -121,14 +122,7 @@ def _describe(verdicts: Sequence[LayoutVerdict]) -> dict[str, str]:
     return {"relative": f"{max(v.worst_relative for v in verdicts):.1e}", "z-score": f"{max(0.0, *z_scores):.1f}"}
 
 
-def read_rows() -> list[dict[str, str]]:
-    """A row for each family, in the order of the tests."""
-    return rows_of_data(DATA)
-
-
-def trained_rows() -> list[dict[str, str]]:
-    """The rows of families that are not refused."""
-    return [row for row in read_rows() if not row["refusal"]]
+read_rows, trained_rows = partial(rows_of_data, DATA), partial(trained_rows_of, DATA)
 
 
 def page() -> str:

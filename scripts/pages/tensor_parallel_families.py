@@ -175,6 +175,11 @@ def rows_of_data(data: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def trained_rows_of(data: Path) -> list[dict[str, str]]:
+    """The rows of families that are not refused."""
+    return [row for row in rows_of_data(data) if not row["refusal"]]
+
+
 def read_rows() -> list[dict[str, str]]:
     """A row for each family, in the order of FAMILIES."""
     return rows_of_data(DATA)
