@@ -5,6 +5,7 @@ The backend `motet` reads its run token itself, because torch starts it.
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def read_environment() -> dict[str, str]:
@@ -15,6 +16,12 @@ def read_environment() -> dict[str, str]:
 def set_environment_variables(variables: Mapping[str, str]) -> None:
     """Set variables of this process, and of the processes that it starts."""
     os.environ.update(variables)
+
+
+def set_compiler_variables(cache: Path | None) -> None:
+    """Let PyTorch keep compiled code in a cache folder, here and in ranks, unless the user has chosen one."""
+    if cache is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled"))
 
 
 def set_device_variables(*, reproducible: bool) -> None:

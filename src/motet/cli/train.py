@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from motet.cli.environment_variables import read_environment, set_device_variables, set_environment_variables
+from motet.cli.environment_variables import (
+    read_environment,
+    set_compiler_variables,
+    set_device_variables,
+    set_environment_variables,
+)
 from motet.cli.job_arguments import JobWords, load_job_or_config
 from motet.cli.output import log, print_lines, show_progress, table_lines
 from motet.core.errors import InputError, check_input
 from motet.core.token_authentication import NO_AUTHENTICATION
+from motet.core.user_cache import user_cache_folder
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
 
@@ -84,6 +90,7 @@ def train_command(  # noqa: PLR0913 - a command's options
             raise Exit(run_rehearsal(request.job, rank, all_kinds=all_kinds, json=json))
         else:
             set_device_variables(reproducible=request.job.run.reproducible is not None)
+            set_compiler_variables(user_cache_folder())
             raise Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))
 
 

@@ -367,6 +367,8 @@ def take_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None
 
 def _product_with_queue(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
     weight, bias = layer.weight, layer.bias
+    if torch.compiler.is_compiling():  # A graph has the gradients of all its weights at its end
+        return queue.products.multiply(x, weight, bias)
     # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
     if x.ndim < 2 or not weight.is_leaf or is_transformed() or autocasts(x):
         return queue.products.multiply(x, weight, bias)

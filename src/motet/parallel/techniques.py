@@ -61,6 +61,11 @@ TECHNIQUES: dict[str, dict[str, AcceptedValues]] = {
         "layout.zero": (3,),
         "memory.optimizer": ("host", "disk"),
     },
+    "simulated device limit": {"memory.device_limit": "set"},
+    "selective recomputation": {"memory.recompute": ("selective",)},
+    "recomputation within a budget": {"memory.recompute": ("auto",)},
+    "mixture of experts": {"model.experts": "set"},
+    "compiled blocks": {"run.compile": ("blocks",)},
 }
 
 # One row a technique, one column a technique, in the order above. `+` works, `=` takes two values of one setting, a
@@ -96,6 +101,11 @@ y y y + + h y y + + b d d A + + + + + n + + + + + +
 + + + + + + g + + + b d d + + + + + + n + + + + + D + +
 y y y + + h y y + + b d d A + + + + + n + + x = + = + E +
 = = = + + + = = + + b d d + + + + + + n + + + + + + + + C +
++ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
++ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
++ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
++ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
++ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -139,6 +149,13 @@ REFUSALS: dict[str, str] = {
     "C": "the host reads rows of the next blocks ahead, which are not updated yet then",
     "F": "a replica is one shard group, and ranks of several replicas would compute parts of the same rows",
     "G": "workers of a parameter server compute whole rows",
+    "I": "watching kernels shows what runs as written, and compiled code runs its own kernels",
+    "J": "layers wait for their own values in a forward, and a compiled block is one graph",
+    "K": "compiled code may add in another order for another number of rows",
+    "L": "attention exchanges keys between ranks while a block runs, which is no part of a graph",
+    "M": "the tensors that a compiled block keeps are chosen by the compiler",
+    "N": "experts compute with numbers of rows that follow from the data, and a graph has fixed shapes",
+    "O": "workers of a parameter server run their blocks as written",
     "H": "the ranks that share a row add partial sums, which round differently for each number of them",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
@@ -159,6 +176,16 @@ def used_techniques(settings: Mapping[str, Any]) -> dict[str, str]:
             key, value = next(iter(values.items()))
             used[technique] = f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
     return used
+
+
+def conflict_with(technique: str, settings: Mapping[str, Any]) -> str | None:
+    """Why a technique would not go together with settings, as nested values without ineffective ones."""
+    used = used_techniques(settings)
+    for row, column, cell in technique_pairs():
+        other = {row: column, column: row}.get(technique)
+        if other in used and cell in REFUSALS:
+            return f"{used[other]}: {REFUSALS[cell]}"
+    return None
 
 
 def check_techniques(settings: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ HF_PREFIX = "hf:"
 # The last step has this fraction of the learning rate; with 0 it would show no mistake of the optimizer.
 MIN_FINAL_LR_FRACTION = 0.1
 DROPPED_SETTINGS = {
-    "run": ("epochs", "stop_at", "folder", "existing", "restarts"),
+    "run": ("epochs", "stop_at", "folder", "existing", "restarts", "compile"),
     "memory": ("update",),
     "communication": ("compress_gradients", "compress_parameters", "compress_over", "compress_after", "error_feedback"),
 }

@@ -178,9 +178,14 @@ def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) ->
 
 def check_compositions(sections: Mapping[str, object]) -> None:
     """Refuse sections of a job whose techniques do not work together; settings without effect do not count."""
+    check_techniques(effective_settings(sections))
+
+
+def effective_settings(sections: Mapping[str, object]) -> dict[str, Any]:
+    """Sections of a job as nested values, without settings that have no effect."""
     tree = {name: section.model_dump() for name, section in sections.items() if isinstance(section, BaseModel)}
     drop_unused_settings(tree)
-    check_techniques(tree)
+    return tree
 
 
 def _format_value(value: object) -> str:

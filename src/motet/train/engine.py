@@ -23,6 +23,7 @@ from motet.core.trace import span
 from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import FileStates
 from motet.models.parameter_values import ParameterValues
+from motet.parallel.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
 from motet.parallel.context_parallel.gathered_rows import RowRanks, join_row_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
@@ -41,6 +42,7 @@ from motet.parallel.sync_groups import module_part_groups, reports, same_loss_gr
 from motet.parallel.tensor_parallel.sharded_module import shard_module
 from motet.precision.numerics import cast_frozen_parameters
 from motet.train.balance.expert_balance import ExpertBalance, ExpertLoads, RoutedRows
+from motet.train.compiled_job import compile_blocks_of_job
 from motet.train.job import Job
 from motet.train.memory_check.rank_memory import RecomputedSteps
 from motet.train.optimizer.module_plan import ParallelizeSettings, plan_of_module
@@ -89,6 +91,7 @@ class TrainingEngine:
     learning_rate: float = 0.0  # The default of `step`
     outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
     recomputation: RecomputedSteps = field(default_factory=RecomputedSteps)  # Blocks that backward computes again
+    compiled: CompiledBlocks | None = None  # Blocks that torch.compile makes graphs of, or the reason why it does not
     pipeline: PipelineEngine | None = None  # The stages of this rank, where ranks split the blocks of the module
     context: ContextRanks | None = None  # Ranks that share each row with this one
     row_ranks: RowRanks | None = None  # Ranks from which limits of rows gather tokens
@@ -429,6 +432,7 @@ def build_engine(
     split = partial(shard_module, group=step_group, products=products, pieces=communication.tp_pieces, held=held)
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)
+    compiled = compile_blocks_of_job(module, settings, group.device) if isinstance(settings, Job) else None
     values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
@@ -460,6 +464,7 @@ def build_engine(
         row_ranks=join_row_ranks(layout, step_group, module),
         reproducible=layout.sharding.reproducible_batch_size is not None,
         recomputation=recomputation,
+        compiled=compiled,
     )
     recomputation.roots = module, optimizer, engine.outer_optimizer, engine.pipeline
     return engine

@@ -48,7 +48,8 @@ attention_exchange: ContextVar[AttentionExchange | None] = ContextVar("attention
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
     """q [R, h, T, D], k [R, kv, S, D], v [R, kv, S, Dv] -> [R, h, T, Dv]. kv divides h."""
-    exchange = attention_exchange.get()
+    # A compiled block runs without an exchange, and torch.compile cannot trace a context variable.
+    exchange = None if torch.compiler.is_compiling() else attention_exchange.get()
     if exchange is None:
         return _attend_locally(q, k, v, mask=mask, options=options)
     running = attention_exchange.set(None)  # Attention that the exchange itself calls is that of this rank alone

@@ -72,11 +72,25 @@ class AttentionMask:
     def dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Made in the first call with a dtype.
         None where a kernel needs no tensor: every key is visible, or rows are complete and `causal` hides the rest."""
-        if dtype not in self._dense:
-            is_visible, bias = self._is_visible(length, key_length, device), self.bias
-            additive = None if is_visible is None else _additive_mask(is_visible, dtype)
-            self._dense[dtype] = additive if bias is None else bias if additive is None else bias + additive
-        return self._dense[dtype]
+        if dtype in self._dense:
+            return self._dense[dtype]
+        bias = self._make_dense(length, key_length, dtype=dtype, device=device)
+        if not torch.compiler.is_compiling():  # Graphs of blocks would differ by the masks that they change
+            self._dense[dtype] = bias
+        return bias
+
+    def prepare(self, x: Tensor) -> None:
+        """Make the dense form for the activation x [R, T, ...] of a block, unless its mask needs none."""
+        lengths = []
+        for side, tokens in enumerate((self.queries, self.keys)):
+            length = x.shape[1] if tokens.documents is None else tokens.documents.shape[1]
+            lengths.append(length if self.bias is None else self.bias.shape[2 + side])
+        self.dense(*lengths, dtype=x.dtype, device=x.device)
+
+    def _make_dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        is_visible, bias = self._is_visible(length, key_length, device), self.bias
+        additive = None if is_visible is None else _additive_mask(is_visible, dtype)
+        return additive if bias is None else bias if additive is None else bias + additive
 
     def _is_visible(self, length: int, key_length: int, device: torch.device) -> Tensor | None:
         """[T, S] or [R, 1, T, S]; None where no tensor is needed."""

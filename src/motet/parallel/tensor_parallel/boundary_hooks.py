@@ -22,6 +22,7 @@ from motet.parallel.linear import LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation, InputWidth
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
+from motet.parallel.tensor_parallel.graph_communication import communicate_in_graph, group_number
 
 _WITHOUT_PIECES: Mapping[BoundaryOperation, BoundaryOperation] = {"scatter": "sum"}  # Others do nothing
 
@@ -52,8 +53,14 @@ class Boundary:
     sequence: SequenceState
     row_split_after: RowSplit | None  # Row split of activations after the comm
 
+    def __post_init__(self) -> None:
+        self._group_number = group_number(self.group)
+
     def communicate(self, x: Tensor) -> Tensor:
         comm = self.comm
+        if torch.compiler.is_compiling() and self.group.world > 1:  # With gradients, so ranks split the sequence
+            pair = comm.operation, comm.conjugate
+            return communicate_in_graph(x, *pair, dim=comm.dim, group=self._group_number)
         if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
             self.sequence.begin(x.shape[comm.dim])
         operation = self.sequence.operation(comm)
@@ -66,6 +73,8 @@ class Boundary:
         return self.comm.dim if self.sequence.operation(self.comm) in ("gather", "scatter") else None
 
     def enter(self) -> None:
+        if torch.compiler.is_compiling():  # Without dropout, whose masks follow the split
+            return
         is_whole = not self.sequence.is_split and self.comm.operation in ("scatter", "split")
         row_split.set(None if is_whole else self.row_split_after)
 
@@ -102,6 +111,8 @@ class InputBoundary:
     ) -> None:
         self._boundary, self._modules, self._columns = boundary, modules, columns
         self._reading: _Reading | None = None
+        # While a graph is made: a tensor, the communicated one, and the number of modules that have yet to read it
+        self._in_graph: tuple[Tensor | None, Tensor | None, int] | None = None
         # Another module may read the tensor before its first layer, and needs all pieces.
         self._pieces = next(iter(columns.values())).pieces if {*modules} == {*columns} else 1
         self._overlaps = self._pieces > 1 or not needs_compute_cores(boundary.group)
@@ -117,6 +128,8 @@ class InputBoundary:
                 module.register_forward_hook(self._after)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._before_in_graph(module, args, kwargs)
         self._boundary.enter()
         reading = self._reading
         if reading is not None and any(each is reading.communicated for each in (*args, *kwargs.values())):
@@ -133,6 +146,18 @@ class InputBoundary:
             return (*args[:key], reading.communicated, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: reading.communicated}
 
+    def _before_in_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In a compiled graph, autograd computes the products, and the compiler decides what overlaps."""
+        key = argument_key(self._boundary.comm.argument, module, args, kwargs=kwargs)
+        x: Tensor = args[key] if isinstance(key, int) else kwargs[key]
+        source, communicated, readers = self._in_graph or (None, None, 0)
+        if communicated is None or (x is not source and x is not communicated):
+            source, communicated, readers = x, self._boundary.communicate(x), len(self._modules)
+        self._in_graph = (source, communicated, readers - 1) if readers > 1 else None
+        if isinstance(key, int):
+            return (*args[:key], communicated, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: communicated}
+
     def _communicate(self, source: Tensor) -> _Reading:
         boundary = self._boundary
         shared = SharedInput(boundary.group, boundary.tokens_dim, pieces=self._pieces, overlaps=self._overlaps)
@@ -148,6 +173,8 @@ class InputBoundary:
         return _Reading(source, local, communicated, readers, shared, indexed)
 
     def _after(self, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._reading is not None and not self._reading.readers:
             self._reading = None
 
@@ -155,7 +182,7 @@ class InputBoundary:
         return self._multiply(split, x, layer.weight, bias=getattr(layer, "bias", None))
 
     def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
-        reading = self._reading
+        reading = None if torch.compiler.is_compiling() else self._reading
         if reading is None or x is not reading.communicated:  # A tensor computed from it
             return split.products.multiply(x, weight, bias)
         index, value = reading.trained.get(id(weight), (None, weight))
@@ -178,9 +205,19 @@ class OutputBoundary:
             module.register_forward_hook(self._after)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._multiply_in_graph(x)
         if self._is_reduced_in_forward:
             self._boundary.enter()
         return row_product(self._rows[self._boundary.tokens_dim], self._module, x)
+
+    def _multiply_in_graph(self, x: Tensor) -> Tensor:
+        layer: Any = self._module
+        bias: Tensor | None = getattr(layer, "bias", None)
+        if bias is not None and self._boundary.group.rank > 0:  # The first rank adds it, and each has its gradient
+            bias = bias - bias.detach()
+        output = self._rows[None].products.multiply(x, layer.weight, bias)
+        return self._boundary.communicate(output) if self._is_reduced_in_forward else output
 
     def _after(self, _: nn.Module, args: object, output: Any) -> Any:
         self._boundary.enter()

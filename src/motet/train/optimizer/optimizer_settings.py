@@ -118,6 +118,9 @@ class RunSettings(FrozenSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads per rank on the CPU; the cores of the machine shared evenly when not given, or 1 with `reproducible`."""
+    compile: Literal["auto", "blocks", "off"] = "auto"
+    """`blocks`: torch.compile makes one graph of each kind of block; `auto`: on CUDA, where everything in the job goes
+    together with it. Recipe fp64 and `motet verify` compile nothing."""
     reproducible: Literal["layout"] | None = None
     """`layout`: the same bits whatever the number of ranks and `layout.zero`, for some more time."""
     folder: FilePathText | None = None
