@@ -3,9 +3,9 @@ An adapter adds two parameters to its linear layer, `<linear>.adapter_a` and `<l
 of all others stay. B is zero at first, so an adapted model computes what it did before."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from motet.models.parameter_values import whole_box
 from motet.models.settings import AdapterSettings, TrainableParameterSettings, frozen_parameters
 from motet.models.torch_private import own_parameters
 
-_PROJECTION = "project_input"  # Attribute of a layer with an adapter
+_PROJECTION, _SCALE = "project_input", "adapter_scale"  # Attributes of a layer with an adapter
 
 
 def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, source: AdapterSource) -> None:
@@ -38,7 +38,8 @@ def add_adapters(module: nn.Module, settings: AdapterSettings, source: AdapterSo
             if not values.is_meta:
                 values.copy_(source.open(full_name, shape)(whole_box(shape)))
             layer.register_parameter(part, nn.Parameter(values))
-        layer.register_forward_hook(partial(_add_low_rank_product, scale=settings.alpha / settings.rank))
+        setattr(layer, _SCALE, settings.alpha / settings.rank)
+        layer.register_forward_hook(_add_low_rank_product)  # One function for all, so that blocks share a graph
 
 
 def adaptable_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -65,9 +66,9 @@ def is_conv1d(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _add_low_rank_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor, *, scale: float) -> Tensor:
-    project = getattr(layer, _PROJECTION, F.linear)
-    return output + scale * F.linear(project(inputs[0], layer.adapter_a), layer.adapter_b)
+def _add_low_rank_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    project = F.linear if torch.compiler.is_compiling() else getattr(layer, _PROJECTION, F.linear)
+    return output + getattr(layer, _SCALE) * F.linear(project(inputs[0], layer.adapter_a), layer.adapter_b)
 
 
 def weights_on_input(layer: nn.Module) -> list[nn.Parameter]:

@@ -362,18 +362,24 @@ def take_weight_gradients(module: nn.Module, queue: WeightGradientQueue) -> None
     """Let the linear layers of a module leave their weight gradients to a queue."""
     for layer in module.modules():
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
-            layer.forward = partial(_product_with_queue, queue, layer)
+            layer.forward = _QueuedForward(queue, layer)
 
 
-def _product_with_queue(queue: WeightGradientQueue, layer: Any, x: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
-    if torch.compiler.is_compiling():  # A graph has the gradients of all its weights at its end
-        return queue.products.multiply(x, weight, bias)
-    # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
-    if x.ndim < 2 or not weight.is_leaf or is_transformed() or autocasts(x):
-        return queue.products.multiply(x, weight, bias)
-    product: Tensor = _apply(_QueuedProduct, queue, x, weight, bias)
-    return product
+class _QueuedForward:
+    """The forward of a linear layer that leaves its weight gradient to a queue."""
+
+    def __init__(self, queue: WeightGradientQueue, layer: Any) -> None:
+        self._queue, self._products, self._layer = queue, queue.products, layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._layer.weight, self._layer.bias
+        if torch.compiler.is_compiling():  # A graph has the gradients of all its weights at its end
+            return self._products.multiply(x, weight, bias)
+        # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
+        if x.ndim < 2 or not weight.is_leaf or is_transformed() or autocasts(x):
+            return self._products.multiply(x, weight, bias)
+        product: Tensor = _apply(_QueuedProduct, self._queue, x, weight, bias)
+        return product
 
 
 class _QueuedProduct(torch.autograd.Function):

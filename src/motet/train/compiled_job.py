@@ -9,13 +9,15 @@ from motet.parallel.techniques import conflict_with
 from motet.train.config_rules import effective_settings
 from motet.train.job import Job
 
+UNCOMPILED_DTYPES = ("float64",)
+
 
 def compile_blocks_of_job(module: nn.Module, job: Job, device: torch.device) -> CompiledBlocks | None:
     """The blocks of a module, to be compiled, or why they are not; None where nobody expects it."""
     choice = job.run.compile
     if choice == "off" or device.type == "meta" or (choice == "auto" and device.type != "cuda"):
         return None
-    if job.precision.resolved.compute == "float64":
+    if job.precision.resolved.compute in UNCOMPILED_DTYPES:
         return CompiledBlocks.none("float64 is for comparisons of numbers, which compiled code rounds in another order")
     reason = conflict_with("compiled blocks", effective_settings(dict(job)))
     if reason is None and has_dropout(module, _config_values(module)):

@@ -76,7 +76,8 @@ def _attend_locally(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, opt
             hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             bias = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))
         return attend_by_scores(q, k, v, bias=bias, options=options)
-    if options.dropout == 0 and is_amx_faster(q, k, bias):
+    is_compiled = torch.compiler.is_compiling()  # The tiles are a function of Python, which is no part of a graph
+    if not is_compiled and options.dropout == 0 and is_amx_faster(q, k, bias):
         return tiled_attention(q, k, v, bias, causal=is_causal, scale=options.scale)
     groups, value_dim = q.shape[1] // k.shape[1], v.shape[3]
     if kernel_device(q) == "cpu" and value_dim != k.shape[3] and options.dropout == 0:

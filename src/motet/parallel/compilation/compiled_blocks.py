@@ -6,7 +6,7 @@ part of it. Without gradients, and inside of torch modes that watch kernels, a b
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ class CompiledBlocks:
         """With `falls_back`, blocks that torch.compile cannot take as one graph run as written, for a `reason`."""
         self.reason: str | None = None
         self.graphs = list[torch.fx.GraphModule]()  # One for each kind of block, and for each shape of its inputs
-        self._falls_back = falls_back
-        compiler = GraphCompiler(self._check_graph) if blocks else None
+        self._falls_back, self._unshared = falls_back, blocks
+        if not blocks:
+            return
+        compiler = GraphCompiler(self._check_graph)
         for block in blocks:
             written: Callable[..., Any] = block.forward
             call = partial(self._call, type(block).__name__, written, compiler.compile(written))
@@ -57,6 +59,10 @@ class CompiledBlocks:
     ) -> Any:
         if self.reason is not None or not torch.is_grad_enabled() or has_kernel_modes():
             return written(*args, **kwargs)
+        if self._unshared:
+            for block in self._unshared:
+                _let_graphs_be_shared(block)
+            self._unshared = ()
         _prepare_masks((*args, *kwargs.values()))
         try:
             with without_function_modes():
@@ -70,6 +76,23 @@ class CompiledBlocks:
                 raise InputError(f"run.compile = 'blocks': {reason}; set run.compile=off") from error
             self.reason = reason
         return written(*args, **kwargs)
+
+
+def _let_graphs_be_shared(block: nn.Module) -> None:
+    """Move forwards that were set on layers to classes of them: a graph with a function of a layer is for it alone."""
+    for layer in block.modules():
+        if layer is not block and "forward" in vars(layer):
+            layer.replaced_forward = vars(layer).pop("forward")
+            layer.__class__ = _class_with_replaced_forward(type(layer))
+
+
+@cache
+def _class_with_replaced_forward(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind)(kind.__name__, (kind,), {"forward": _replaced_forward, "__module__": kind.__module__})
+
+
+def _replaced_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer.replaced_forward(*args, **kwargs)
 
 
 def _prepare_masks(arguments: Sequence[Any]) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from motet.core.errors import InputError
+
 GRAPHS_OF_A_BLOCK = 64  # Kinds of blocks, shapes of micro-batches and dtypes; torch's limit of 8 is for one function
 _RANDOM_CALLS = frozenset(
     "bernoulli bernoulli_ exponential_ multinomial normal normal_ rand rand_like randint randint_like randn randn_like "
@@ -45,16 +47,24 @@ class GraphCompiler:
         return compiled
 
     def _backend(self, graph: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
         self._check(graph)
-        return compile_fx(graph, inputs, **options)
+        return generate_code(graph, inputs, **options)
+
+
+def generate_code(graph: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
+    """Code of torch's compiler for a graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    code: Callable[..., Any] = compile_fx(graph, inputs, **options)
+    return code
 
 
 def compile_problem(error: BaseException) -> str | None:
     """What torch.compile says about a function that it cannot compile, in one line; None for an error of the code."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, InputError):
+        return str(error.inner_exception)
     if not isinstance(error, TorchDynamoException):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

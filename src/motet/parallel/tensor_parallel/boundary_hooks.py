@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import needs_compute_cores
 from motet.models.adapters import set_input_projection, weights_on_input
 from motet.models.layout_invariant_dropout import RowSplit, row_split
-from motet.parallel.linear import LinearSplit, SharedInput, row_product
+from motet.parallel.linear import LinearProducts, LinearSplit, SharedInput, row_product
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation, InputWidth
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
@@ -119,7 +119,7 @@ class InputBoundary:
         # Autograd computes products without overlap, unless their input is gathered again in backward.
         self._products = columns if self._overlaps or boundary.comm.operation == "gather" else {}
         for layer, split in columns.items():
-            layer.forward = partial(self._forward, layer, split)
+            layer.forward = _SplitForward(layer, partial(self._multiply, split), split.products)
             adapter_split = replace(split, products=replace(split.products, is_transposed=False))
             set_input_projection(layer, partial(self._multiply, adapter_split, bias=None))
         for module in modules:
@@ -178,15 +178,25 @@ class InputBoundary:
         if self._reading is not None and not self._reading.readers:
             self._reading = None
 
-    def _forward(self, layer: Any, split: LinearSplit, x: Tensor) -> Tensor:
-        return self._multiply(split, x, layer.weight, bias=getattr(layer, "bias", None))
-
     def _multiply(self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
-        reading = None if torch.compiler.is_compiling() else self._reading
+        reading = self._reading
         if reading is None or x is not reading.communicated:  # A tensor computed from it
             return split.products.multiply(x, weight, bias)
         index, value = reading.trained.get(id(weight), (None, weight))
         return reading.shared.multiply(split, x, value, bias=bias, index=index, local=reading.local)
+
+
+class _SplitForward:
+    """The forward of a layer with split columns. Graphs of blocks are shared, as it is no function of one block."""
+
+    def __init__(self, layer: Any, multiply: Callable[..., Tensor], products: LinearProducts) -> None:
+        self._layer, self._multiply, self._products = layer, multiply, products
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._layer.weight, getattr(self._layer, "bias", None)
+        if torch.compiler.is_compiling():
+            return self._products.multiply(x, weight, bias)
+        return self._multiply(x, weight, bias=bias)
 
 
 class OutputBoundary:

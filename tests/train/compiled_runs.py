@@ -1,0 +1,53 @@
+"""Training of small jobs whose blocks are compiled, on a rank of the pool."""
+
+import warnings
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from motet.parallel.compilation import torch_private
+from motet.parallel.compilation.compiled_blocks import CompiledBlocks
+from motet.parallel.process.process_group import RankGroup
+from motet.train import compiled_job, engine
+from motet.train.job import Job
+from train.runs import Trained
+from train.tensor_parallel_runs import train_and_reassemble
+
+
+class CompiledRun(NamedTuple):
+    """A run, and the graphs of its blocks on this rank."""
+
+    trained: Trained | None  # On the first rank
+    graphs: int
+    reason: str | None
+
+
+def as_traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: Any) -> Any:
+    """The kernels of torch in the order of a graph, which takes no compiler of C++."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(graph, inputs)
+
+
+def train_compiled(group: RankGroup, job: Job, steps: int = 3, *, code: bool = False) -> CompiledRun:
+    """Train with compiled blocks, also in float64, where the numbers of layouts can be compared; with `code` by torch's
+    compiler, else by the kernels of its graphs."""
+    torch._dynamo.reset()
+    compiled = list[CompiledBlocks]()
+
+    def keep(*call: Any) -> CompiledBlocks | None:
+        blocks = compiled_job.compile_blocks_of_job(*call)
+        compiled.extend([blocks] if blocks else [])
+        return blocks
+
+    with (
+        warnings.catch_warnings(),
+        patch.object(compiled_job, "UNCOMPILED_DTYPES", ()),
+        patch.object(engine, "compile_blocks_of_job", keep),
+        patch.object(torch_private, "generate_code", torch_private.generate_code if code else as_traced),
+    ):
+        warnings.simplefilter("ignore")
+        trained = train_and_reassemble(group, job, steps)
+    (blocks,) = compiled
+    return CompiledRun(trained, len(blocks.graphs), blocks.reason)
