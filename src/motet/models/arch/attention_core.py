@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.models.arch.attention_mask import AttentionMask
-from motet.models.arch.layers import accumulation_dtype, kernel_device
+from motet.models.arch.layers import accumulation_dtype
+from motet.models.kernels.choice import kernel_device
 from motet.models.kernels.variable_length import takes_heads, variable_length_kernel
 from motet.models.torch_private import is_amx_supported, softmax_backward, softmax_or_zeros
 
