@@ -29,7 +29,10 @@ EXAMPLES = {
     "layout.pp": 2,
     "layout.cp": 2,
     "precision.moment_dtype": "8bit",
+    "memory.device_limit": "64GiB",
+    "model.experts": "{count=4, per_token=2, hidden=64}",
 }
+NEEDED = {"memory.recompute=auto": ["memory.budget=8GiB"]}  # Other settings that a value needs
 PAIRS = list(technique_pairs())
 UNBUILT = {"expert parallelism"}
 Values = dict[str, object]
@@ -52,6 +55,7 @@ def ways_to_have(*techniques: str) -> Iterator[Values]:
 def refusal(values: Values) -> str:
     """Why a job with these settings is refused; empty if it is not."""
     overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
+    overrides += [need for override in overrides for need in NEEDED.get(override, [])]
     overrides += ["memory.folder=/tmp"] * (values.get("memory.optimizer") == "disk")
     try:
         check_job(load_job("tiny", ["data.batch_sequences=8", *overrides]), RANKS)
@@ -143,7 +147,27 @@ REFUSED_BY_THE_TABLE = {
             "reproducible layouts": "with run.reproducible = 'layout': a shard group of one rank exchanges no partial",
         }.items()
     },
+    **{
+        ("compiled blocks", other): f"does not go with {text}"
+        for other, text in {
+            "forward overlap at stage 0": "communication.overlap = 'forward': layers wait for their own values",
+            "forward overlap at stages 1 and 2": "communication.overlap = 'forward': layers wait for their own values",
+            "parameter server of processes": "layout.data = 'parameter_server': workers of a parameter server run",
+            "reproducible layouts": "run.reproducible = 'layout': compiled code may add in another order",
+            "context parallelism": "layout.cp = 2: attention exchanges keys between ranks while a block runs",
+            "activations on the host": "memory.activations = 'host': the tensors that a compiled block keeps",
+            "simulated device limit": "memory.device_limit = 68719476736: watching kernels shows what runs as written",
+            "selective recomputation": "memory.recompute = 'selective': watching kernels shows what runs as written",
+            "recomputation within a budget": "memory.recompute = 'auto': watching kernels shows what runs as written",
+            "mixture of experts": "[model.experts]: experts compute with numbers of rows that follow from the data",
+        }.items()
+    },
     ("parameters on disk", "compact moments"): "'8bit': pieces of a file have one dtype for all parameters",
+    ("mixture of experts", "parameter server of processes"): "the loads of experts are sums over the ranks that take",
+    (
+        "recomputation within a budget",
+        "activations on the host",
+    ): "recompute = 'auto' chooses by the bytes that blocks keep on the device, and activations = 'host' keeps them",
     ("forward overlap at stage 3", "independent replicas"): "outer.every = 4: independent replicas average masters on",
     ("forward overlap at stage 3", "parameters on disk"): "memory.parameters = 'disk': the host reads rows of the next",
     (

@@ -101,11 +101,11 @@ y y y + + h y y + + b d d A + + + + + n + + + + + +
 + + + + + + g + + + b d d + + + + + + n + + + + + D + +
 y y y + + h y y + + b d d A + + + + + n + + x = + = + E +
 = = = + + + = = + + b d d + + + + + + n + + + + + + + + C +
-+ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
-+ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
-+ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
-+ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
-+ + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + + +
++ + + + + + + + + + + P P + + + + + + n + + + + + + + + + + +
++ + + + + + + + + + + + + + + + + + + n + + + + + + + + + + + +
++ + + + + + + + + + + + + + + + + + + n + + + + + + R + + + + = +
++ + + + + + + + + + + Q + + + + + + + n + + + + + + + + + + + + + +
++ + + + + + J J + + + O + K + + + + L n + + + + + + M + + + I I I N +
 """
 
 _CONFLICT = "{row} does not go with {column}: REASON; leave one of them out"
@@ -156,6 +156,10 @@ REFUSALS: dict[str, str] = {
     "M": "the tensors that a compiled block keeps are chosen by the compiler",
     "N": "experts compute with numbers of rows that follow from the data, and a graph has fixed shapes",
     "O": "workers of a parameter server run their blocks as written",
+    "P": "servers and workers hold tensors in the memory of their processes",
+    "Q": "{column}: the loads of experts are sums over the ranks that take a step together, which workers of servers do "
+    "not; set layout.server.transport=collectives, or leave {row} out",
+    "R": "a budget decides which tensors are kept, and the host keeps the others",
     "H": "the ranks that share a row add partial sums, which round differently for each number of them",
     "n": "{row}: {technique} is not built yet; leave {setting} out",
 }
@@ -174,7 +178,8 @@ def used_techniques(settings: Mapping[str, Any]) -> dict[str, str]:
         values = {key: nested_value(settings, key) for key in needed}
         if all(is_accepted(values[key], accepted) for key, accepted in needed.items()):
             key, value = next(iter(values.items()))
-            used[technique] = f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+            text = f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+            used[technique] = f"[{key}]" if isinstance(value, Mapping) else text
     return used
 
 

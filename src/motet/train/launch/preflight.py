@@ -117,13 +117,10 @@ def _check_server_count(job: Job) -> None:
 
 def _check_server_experts(job: Job) -> None:
     """Refuse experts whose loads would be added over the workers of a step, where workers take steps by themselves."""
-    model = job.model
-    counts = model.experts if isinstance(model, DecoderSettings) else getattr(model, "balance", None)
     check_input(
-        counts is None,
+        isinstance(job.model, DecoderSettings) or getattr(job.model, "balance", None) is None,
         "layout.data = 'parameter_server': the loads of experts are sums over the ranks that take a step together, "
-        "which workers of servers do not; set layout.server.transport=collectives, or leave "
-        + ("[model.experts] out" if isinstance(model, DecoderSettings) else "[model.balance] out"),
+        "which workers of servers do not; set layout.server.transport=collectives, or leave [model.balance] out",
     )
 
 
