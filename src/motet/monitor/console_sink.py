@@ -32,22 +32,25 @@ class ConsoleSink(Callback):
     def __init__(self, folder: Path, screen: Console | None = None) -> None:
         self._folder, self._screen = folder, screen or stdout_console()
         self._start: events.RunStarted | None = None
-        self._first_step: events.StepDone | None = None
+        self._first_step: events.StepDone | None = None  # The step from which the time left is extrapolated
+        self._has_folder = False
         self._experts: events.ExpertsMeasured | None = None
         self._drawn_at, self._twentieths_done = -math.inf, 0
         self._live: Live | None = None
         self._exit_stack = ExitStack()
 
     def on_start(self, event: events.RunStarted) -> None:
-        self._start, self._first_step = event, None
+        self._start, self._first_step, self._has_folder = event, None, False
         self._print("\n".join(start_lines(event)))
         if self._screen.is_interactive:
             self._live = self._exit_stack.enter_context(_live_display(self._screen))
 
     def on_step(self, event: events.StepDone) -> None:
         assert self._start is not None, "events begin with RunStarted"
-        if self._first_step is None:  # The folder of a start that is refused before is removed
-            self._first_step = event
+        if self._first_step is None or self._first_step.compiled_graphs:
+            self._first_step = event  # Steps that compile say nothing about the time of others
+        if not self._has_folder:  # The folder of a start that is refused before is removed
+            self._has_folder = True
             self._print(checkpoint_line(self._start, self._folder))
         last = self._start.last_step
         line = step_line(event, last, seconds_left(self._first_step, event, last))
@@ -164,6 +167,7 @@ def step_line(event: events.StepDone, last_step: int, left_s: float) -> str:
         "" if event.grad_norm is None else f"grad {event.grad_norm:.3g}",
         f"lr {event.learning_rate:.2e}",
         "" if event.loss_scale is None else f"scale {event.loss_scale}",
+        f"compiled {event.compiled_graphs} graph{'s' * (event.compiled_graphs > 1)}" if event.compiled_graphs else "",
         "" if event.server is None else parameter_server_text(event.server),
     ]
     return "  ".join(part for part in parts if part)

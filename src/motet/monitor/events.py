@@ -117,6 +117,8 @@ class StepDone(_RunEventBase):
     """Tokens per second of all ranks."""
     mfu: float | None = None
     """Model FLOPs utilization: FLOPs of the model as a fraction of the peak of all devices."""
+    compiled_graphs: int = 0
+    """Graphs that rank 0 compiled in this step, whose time no median of the run counts."""
     memory_bytes: int
     """The most memory that a rank has held so far: allocated on a CUDA device, resident on the CPU. With
     independent replicas it is that of the first, and with a parameter server that of the coordinator."""

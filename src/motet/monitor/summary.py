@@ -156,11 +156,11 @@ class RunSummary(StoredRecord):
     tokens: int
     """Tokens read by the model. A step without an event counts as many as the next step with one."""
     tokens_per_s: float | None
-    """Median over the steps."""
+    """Median over the steps in which nothing was compiled."""
     step_time_s: float | None = None
-    """Median over the steps."""
+    """Median over the steps in which nothing was compiled."""
     mfu: float | None
-    """Median over the steps."""
+    """Median over the steps in which nothing was compiled."""
     ranks: int
     parameters: int
     peak_bytes: int | None
@@ -195,6 +195,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     last_reported_step = steps[-1].step if steps else start.first_step - 1
     peak = max(steps, key=attrgetter("memory_bytes"), default=None)
     predicted = next((event for event in reversed(run) if isinstance(event, StepPredicted)), None)
+    timed = [step for step in steps if not step.compiled_graphs] or steps
     evaluations, fields = (e for e in run if isinstance(e, EvaluationDone)), set(EvaluationSummary.model_fields)
     return RunSummary(
         name=start.name,
@@ -207,10 +208,10 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         final_loss=steps[-1].loss if steps else None,
         uniform_loss=math.log(start.num_classes) if start.num_classes else None,
         tokens=_count_tokens(steps),
-        tokens_per_s=_median(step.tokens_per_s for step in steps),
-        step_time_s=_median(step.step_time_s for step in steps),
+        tokens_per_s=_median(step.tokens_per_s for step in timed),
+        step_time_s=_median(step.step_time_s for step in timed),
         # Steps before the one that showed that the peak was wrong have a share of it.
-        mfu=None if any(step.mfu is None for step in steps) else _median(step.mfu for step in steps),
+        mfu=None if any(step.mfu is None for step in steps) else _median(step.mfu for step in timed),
         ranks=start.ranks,
         parameters=start.parameters,
         peak_bytes=peak.memory_bytes if peak else None,

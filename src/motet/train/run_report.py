@@ -11,6 +11,7 @@ from motet.core.units import DTYPE_BYTES
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import ExpertsMeasured, RoutedLayerLoads, RunStarted, StepDone, TextSampled, WarningIssued
 from motet.monitor.sinks import Callback
+from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.process.process_group import ranks_on_this_host
 from motet.precision.numerics import numerics_remark
 from motet.train.build import TrainingComponents
@@ -31,6 +32,8 @@ class RunReport:
     parts: TrainingComponents
     monitor: EventDispatcher
 
+    _uncompiled: str | None = None  # The reason that was reported
+
     def __post_init__(self) -> None:
         multiplied = "float32" if self.job.precision.emulate else self.job.precision.resolved.compute
         measured = [multiplied, "float32"] if DTYPE_BYTES[multiplied] < DTYPE_BYTES["float32"] else [multiplied]
@@ -42,6 +45,7 @@ class RunReport:
         if self._warning_about_peak:
             self._peak_flops = None
         self._disk_speed = disk_speed_of_run(self.job, self.parts)
+        self._graphs = 0
 
     def report_start(self, resume_point: ResumePoint) -> None:
         """Report what runs where, and warn of everything that the user should know before the first step."""
@@ -69,6 +73,9 @@ class RunReport:
         remarks += parts.data.samples.remarks
         for text in [*filter(None, remarks), *resume_point.remarks, *slow_matmul_warnings(self.device)]:
             self.monitor.on_event(WarningIssued(text=text))
+        self._report_uncompiled()
+        if parts.engine.compiled and not parts.group.rank:
+            parts.engine.compiled.log = lambda text: stderr_console().print(text, highlight=False)
 
     def _extent_of_run(self) -> dict[str, float | None]:
         """How long the run is, and what it evaluates and saves, which rank 0 shows."""
@@ -129,6 +136,7 @@ class RunReport:
             mfu=self._share_of_peak(seconds),
             **vars(result.usage or StepUsage(peak_memory_bytes(self.parts.group.device))),
             epoch=self.parts.data.epoch_at(done),
+            compiled_graphs=self._graphs_of_step(),
             server=result.server_work,
         )
         if result.experts is not None and self.monitor.is_reported(done):
@@ -142,6 +150,21 @@ class RunReport:
                 self.monitor.on_event(event)
         if self._disk_speed is not None and (text := self._disk_speed.warning_after_step()):
             self.monitor.on_event(WarningIssued(text=text))
+
+    def _graphs_of_step(self) -> int:
+        """The graphs that were compiled since the last call; the reason is reported where blocks began to run as
+        written."""
+        if (compiled := self.parts.engine.compiled) is None:
+            return 0
+        before, self._graphs = self._graphs, len(compiled.graphs)
+        self._report_uncompiled()
+        return self._graphs - before
+
+    def _report_uncompiled(self) -> None:
+        compiled = self.parts.engine.compiled
+        if compiled is not None and compiled.reason not in (None, self._uncompiled):
+            self._uncompiled = compiled.reason
+            self.monitor.on_event(WarningIssued(text=f"blocks run as written, not compiled: {compiled.reason}"))
 
     def report_sample(self) -> None:
         """Let the trained model continue the job's prompt; all ranks call this."""

@@ -6,6 +6,7 @@ part of it. Without gradients, and inside of torch modes that watch kernels, a b
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial, update_wrapper
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
+from motet.core.trace import log_if_slow
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.user_module import find_blocks
 from motet.parallel.compilation.torch_private import (
@@ -31,10 +33,11 @@ class CompiledBlocks:
         """With `falls_back`, blocks that torch.compile cannot take as one graph run as written, for a `reason`."""
         self.reason: str | None = None
         self.graphs = list[torch.fx.GraphModule]()  # One for each kind of block, and for each shape of its inputs
+        self.log: Callable[[str], object] = lambda text: None  # Called with a line where compilation takes long
         self._falls_back, self._unshared = falls_back, blocks
         if not blocks:
             return
-        compiler = GraphCompiler(self._check_graph)
+        compiler = GraphCompiler(self._around_compilation)
         for block in blocks:
             written: Callable[..., Any] = block.forward
             call = partial(self._call, type(block).__name__, written, compiler.compile(written))
@@ -47,12 +50,13 @@ class CompiledBlocks:
         compiled.reason = reason
         return compiled
 
-    def _check_graph(self, graph: torch.fx.GraphModule) -> None:
+    def _around_compilation(self, graph: torch.fx.GraphModule) -> AbstractContextManager[None]:
         """Refuse random numbers: masks must not depend on the layout, which code in a graph cannot promise."""
         drawn = random_call(graph)
         if drawn is not None:
             raise InputError(f"it calls {drawn}, whose random numbers motet draws outside of compiled code")
         self.graphs.append(graph)
+        return log_if_slow(self.log, "compiling a kind of block; later runs read its code from the cache ...")
 
     def _call(
         self, name: str, written: Callable[..., Any], compiled: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -33,13 +33,15 @@ def without_function_modes() -> AbstractContextManager[None]:
 class GraphCompiler:
     """Compiles functions to one graph of fixed shapes each, when they are first called."""
 
-    def __init__(self, check: Callable[[GraphModule], None]) -> None:
-        """`check` is called with each graph before it is compiled."""
+    def __init__(self, around: Callable[[GraphModule], AbstractContextManager[None]]) -> None:
+        """`around(graph)` is a context in which a graph is compiled; it may refuse the graph."""
         import torch._dynamo.config
         import torch._inductor.config
 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_OF_A_BLOCK)
-        self._check = check
+        if not torch.cuda.is_available():  # Ranks that compile share the cores of the machine
+            torch._inductor.config.compile_threads = torch.get_num_threads()
+        self._around = around
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Functions of one code object share graphs, as they have one backend."""
@@ -47,8 +49,8 @@ class GraphCompiler:
         return compiled
 
     def _backend(self, graph: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        self._check(graph)
-        return generate_code(graph, inputs, **options)
+        with self._around(graph):
+            return generate_code(graph, inputs, **options)
 
 
 def generate_code(graph: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:

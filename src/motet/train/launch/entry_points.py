@@ -32,7 +32,15 @@ from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironme
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
 from motet.train.launch.place_choice import choose_places
-from motet.train.launch.preflight import check_data, check_experts, check_job, check_memory, check_model, check_split
+from motet.train.launch.preflight import (
+    check_compiler,
+    check_data,
+    check_experts,
+    check_job,
+    check_memory,
+    check_model,
+    check_split,
+)
 from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
@@ -128,6 +136,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     token = read_run_token(io.environment)
     if job.layout.uses_server_processes and job.layout.server.listen is not None:
         _check_token_of_hosts(token, "layout.server.listen lets other hosts join the run")
+    check_compiler(job)
     check_memory(job, range(ranks + server_process_count(job)), ranks)
     folder_choice = request.choose_folder()
     threads = _check_data_and_count_threads(job, io)
@@ -213,6 +222,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgres
     log = partial(stderr_console().print, highlight=False)
     job = choose_places(job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})}), log)
     check_job(job, 1)
+    check_compiler(job)
     check_memory(job, range(1), 1)
     request = TrainRequest(job, None, sys.argv, is_trusted=True)  # The caller's job runs, whatever the folder holds
     folder_choice = request.choose_folder()
@@ -242,6 +252,7 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
     if rank_env.world > rank_env.local_world and (server_processes or uses_motet):
         setting = "layout.data = 'parameter_server'" if server_processes else "run.cpu_backend = 'motet'"
         _check_token_of_hosts(rank_env.token, f"{setting} connects processes of several hosts")
+    check_compiler(job)
     check_memory(job, rank_env.local_ranks, workers)
     check_data(job, prepare_data(job.data))
     record = run_rank_function(rank_env, lambda rank_env, stop: _train_launched_rank(request, rank_env, stop, log=log))

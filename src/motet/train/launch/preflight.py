@@ -1,5 +1,7 @@
 """Checks of a job before any rank is started; each raises one sentence."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -264,6 +266,16 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
         )
         _check_disk(job, plan, local_processes)
     check_input(not problem, problem)
+
+
+def check_compiler(job: Job) -> None:
+    """Refuse compiled blocks on CPU ranks of a machine without the compiler that torch.compile calls."""
+    name = os.environ.get("CXX") or "g++"  # noqa: TID251  (the convention of compilers, which torch follows)
+    check_input(
+        job.run.compile != "blocks" or _may_have_gpus(job) or shutil.which(name),
+        f"run.compile = 'blocks' on CPU ranks needs a C++ compiler, and {name} is not on the PATH; install it (on "
+        "Debian: apt-get install g++), name another by the variable CXX, or set run.compile=off",
+    )
 
 
 def _may_have_gpus(job: Job) -> bool:
