@@ -21,7 +21,7 @@ from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.process.process_group import RankGroup, default_rank_group
 from motet.train.engine import build_engine
 from motet.train.job import Job, load_job
-from motet.train.proposed_sharding import RandomBatches, sharding_of_model, sharding_on_ranks
+from motet.train.proof.proposed_sharding import RandomBatches, sharding_of_model, sharding_on_ranks
 from motet.train.step import MicroBatchLoop
 
 TORCH_SCHEDULES = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from motet.core.errors import InputError
 from motet.parallel.layout import resolve_layout
 from motet.train.job import Job
-from motet.train.proposed_sharding import sharding_of_job
+from motet.train.proof.proposed_sharding import sharding_of_job
 from pages import DOCS, markdown_table
 from pages.tensor_parallel_families import (
     GROUPED,

@@ -113,7 +113,7 @@ def test_a_package_does_not_reach_further_than_its_parts() -> None:
 _HEAVY = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sympy", "transformers", "tokenizers")
 
 
-@pytest.mark.parametrize("module", ["motet.cli.show.layout_report", "motet.train.proposed_sharding"])
+@pytest.mark.parametrize("module", ["motet.cli.show.layout_report", "motet.train.proof.proposed_sharding"])
 def test_layouts_are_shown_without_the_engine_and_what_it_needs(module: str) -> None:
     """Each of these takes as long to import as torch, or much of it."""
     code = f"""

@@ -25,7 +25,7 @@ from motet.parallel.tensor_parallel.split_regions import ProvenSplits
 from motet.train.build import TrainingComponents, build_components, build_model, precision_context
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
-from motet.train.proposed_sharding import sharding_of_model
+from motet.train.proof.proposed_sharding import sharding_of_model
 from on_ranks import Counter
 from parallel.modules_to_split import ROWS, ModuleAndForwards, huggingface_model, our_model
 from parallel.split_decoders import train_split, worst_difference

@@ -22,7 +22,7 @@ from motet.parallel.pipeline.stages.stage_proof import SizedForward
 from motet.parallel.pipeline.stages.stage_proposal import costs_of_parameters, propose_stages, with_wire_dtypes
 from motet.parallel.tensor_parallel.sharding_proposal import ProofForwards, propose_sharding
 from motet.train.job import load_job
-from motet.train.proposed_sharding import RandomBatches, sharding_of_model
+from motet.train.proof.proposed_sharding import RandomBatches, sharding_of_model
 from refusals import refused
 
 SETTINGS = {"vocab_size": 1000, "context": 64, "layers": 6, "hidden": 64, "heads": 4, "ffn_hidden": 128}

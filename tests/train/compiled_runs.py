@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import torch
 
-from motet.parallel.compilation import torch_private
-from motet.parallel.compilation.compiled_blocks import CompiledBlocks
+from motet.models import torch_private
+from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
 from motet.train import compiled_job, engine
 from motet.train.job import Job

@@ -33,7 +33,7 @@ from motet.train.memory_check.rank_memory import check_rank_memory
 from motet.train.memory_check.step_prediction import layout_memory_problem, memory_problem
 from motet.train.optimizer.module_plan import model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.train.proposed_sharding import sharding_of_job
+from motet.train.proof.proposed_sharding import sharding_of_job
 from ranks import Ranks
 from train.runs import small_job
 

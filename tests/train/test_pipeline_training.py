@@ -7,7 +7,7 @@ import pytest
 
 from covering_array import Case, covering_array, uncovered_pairs
 from motet.parallel.pipeline.schedules import SCHEDULES
-from motet.train.proposed_sharding import sharding_of_job
+from motet.train.proof.proposed_sharding import sharding_of_job
 from ranks import Ranks
 from refusals import refused
 from train.pipeline_runs import ALWAYS_TIED, MODELS, job_of_model

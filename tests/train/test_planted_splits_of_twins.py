@@ -16,7 +16,7 @@ from motet.parallel.tensor_parallel.split_proposals import SplitProposal
 from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
-from motet.train.proposed_sharding import RandomBatches
+from motet.train.proof.proposed_sharding import RandomBatches
 from train.test_twin_of_job import _COMMON, _family_job, _layout_words
 
 Proposals = list[SplitProposal]

@@ -15,7 +15,7 @@ from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
 from motet.train.proof.module_key import proof_key
 from motet.train.proof.proof_cache import ProofCache, StoredProof, open_proof_cache
-from motet.train.proposed_sharding import sharding_of_job
+from motet.train.proof.proposed_sharding import sharding_of_job
 
 _FILES = {
     "proof_helper.py": "def scale(x):\n    return 2 * x\n",

@@ -20,7 +20,7 @@ from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
 from motet.train.proof import twin_of_job
-from motet.train.proposed_sharding import RandomBatches
+from motet.train.proof.proposed_sharding import RandomBatches
 
 # Sizes of the families that are large enough for a smaller twin, by their names in configs.
 _SIZES = {

@@ -67,8 +67,10 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def _add_low_rank_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    project = F.linear if torch.compiler.is_compiling() else getattr(layer, _PROJECTION, F.linear)
-    return output + getattr(layer, _SCALE) * F.linear(project(inputs[0], layer.adapter_a), layer.adapter_b)
+    is_compiled = torch.compiler.is_compiling()
+    project: Callable[[Tensor, Tensor], Tensor] = F.linear if is_compiled else getattr(layer, _PROJECTION, F.linear)
+    scale: float = getattr(layer, _SCALE)
+    return output + scale * F.linear(project(inputs[0], layer.adapter_a), layer.adapter_b)
 
 
 def weights_on_input(layer: nn.Module) -> list[nn.Parameter]:

@@ -1,15 +1,20 @@
 """Private names of torch that models need, in one file to check against each new version of torch."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.fx
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from motet.core.errors import InputError
 
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
@@ -134,3 +139,84 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     by_name = {**{argument.name: value for argument, value in named}, **kwargs}
     written = (by_name.get(a.name) for a in operator._schema.arguments if a.alias_info and a.alias_info.is_write)
     return [each for each in tree_leaves(list(written)) if isinstance(each, Tensor)]
+
+
+# --- compilation, whose modules are imported where they are used: as slow as the rest of torch ---------
+
+GRAPHS_OF_A_BLOCK = 64  # Kinds of blocks, shapes of micro-batches and dtypes; torch's limit of 8 is for one function
+_RANDOM_CALLS = {f"{name}{suffix}" for name in ("rand", "randint", "randn") for suffix in ("", "_like")} | {
+    *("bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "randperm", "uniform_")
+}
+
+
+def has_kernel_modes() -> bool:
+    """Whether a dispatch mode watches the kernels of this thread, which compiled code would not show to it."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """A context in which no function mode is active."""
+    return torch._C.DisableTorchFunction()
+
+
+class GraphCompiler:
+    """Compiles functions to one graph of fixed shapes each, when they are first called."""
+
+    def __init__(self, around: Callable[[torch.fx.GraphModule], AbstractContextManager[None]]) -> None:
+        """`around(graph)` is a context in which a graph is compiled; it may refuse the graph."""
+        import torch._dynamo.config
+        import torch._inductor.config
+
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_OF_A_BLOCK)
+        if not torch.cuda.is_available():  # Ranks that compile share the cores of the machine
+            torch._inductor.config.compile_threads = torch.get_num_threads()
+        self._around = around
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Functions of one code object share graphs, as they have one backend."""
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend)
+        return compiled
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        with self._around(graph):
+            return generate_code(graph, inputs, **options)
+
+
+def generate_code(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
+    """Code of torch's compiler for a graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    code: Any = compile_fx(graph, inputs, **options)
+    return cast(Callable[..., Any], code)
+
+
+def compile_problem(error: BaseException) -> str | None:
+    """The problem of torch.compile with a function, in one line; None for an error of the code."""
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, InputError):
+        return str(error.inner_exception)
+    if not isinstance(error, TorchDynamoException):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith("File ")]
+    return f"{lines[0]}, {places[-1][0].lower() + places[-1][1:]}" if places else lines[0]
+
+
+def random_call(graph: torch.fx.GraphModule) -> str | None:
+    """The name of a function in a graph that draws random numbers; None without one."""
+    return next((name for node in graph.graph.nodes if (name := _random_name(node))), None)
+
+
+def _random_name(node: torch.fx.Node) -> str | None:
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    values = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
+    if name == F.scaled_dot_product_attention.__name__:
+        is_random = bool(node.kwargs.get("dropout_p")) or (len(node.args) > 4 and bool(node.args[4]))
+    elif "dropout" in name:
+        is_random = values.get("p", 0.5) not in (0, 0.0) and values.get("training", True) is not False
+    else:
+        is_random = name in _RANDOM_CALLS
+    return name if is_random else None

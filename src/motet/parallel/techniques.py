@@ -157,8 +157,8 @@ REFUSALS: dict[str, str] = {
     "N": "experts compute with numbers of rows that follow from the data, and a graph has fixed shapes",
     "O": "workers of a parameter server run their blocks as written",
     "P": "servers and workers hold tensors in the memory of their processes",
-    "Q": "{column}: the loads of experts are sums over the ranks that take a step together, which workers of servers do "
-    "not; set layout.server.transport=collectives, or leave {row} out",
+    "Q": "{column}: the loads of experts are sums over the ranks that take a step together, which workers of servers "
+    "do not; set layout.server.transport=collectives, or leave {row} out",
     "R": "a budget decides which tensors are kept, and the host keeps the others",
     "H": "the ranks that share a row add partial sums, which round differently for each number of them",
     "n": "{row}: {technique} is not built yet; leave {setting} out",

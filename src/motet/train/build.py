@@ -45,7 +45,7 @@ from motet.train.evaluation import (
 from motet.train.job import Job
 from motet.train.launch.preflight import check_huggingface_model
 from motet.train.numerics_monitor.monitor import NumericsMonitor
-from motet.train.proposed_sharding import agreed_sharding, sharding_of_model
+from motet.train.proof.proposed_sharding import agreed_sharding, sharding_of_model
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState
 from motet.train.step import MicroBatchLoop, TrainStep

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from motet.models.compilation.compiled_blocks import CompiledBlocks, compile_blocks
 from motet.models.layout_invariant_dropout import has_dropout
-from motet.parallel.compilation.compiled_blocks import CompiledBlocks, compile_blocks
 from motet.parallel.techniques import conflict_with
 from motet.train.config_rules import effective_settings
 from motet.train.job import Job

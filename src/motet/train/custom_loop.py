@@ -51,7 +51,7 @@ from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.torch_optimizers import TorchOptimizer, optimizer_text, settings_of_torch_optimizer
 from motet.train.pipeline.custom_batches import LossFunction, proof_forwards
 from motet.train.proof.custom_rows import prove_rows
-from motet.train.proposed_sharding import sharding_on_ranks
+from motet.train.proof.proposed_sharding import sharding_on_ranks
 
 
 def parallelize(  # noqa: PLR0913  # sections of a job, by name

@@ -22,8 +22,8 @@ from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.memory.tiers.device_limit import DeviceLimit, count_batch
 from motet.memory.tiers.optimizer_states import FileStates
+from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.models.parameter_values import ParameterValues
-from motet.parallel.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.context_parallel.context_step import ContextRanks, join_context_ranks
 from motet.parallel.context_parallel.gathered_rows import RowRanks, join_row_ranks
 from motet.parallel.data_parallel.communication.shard_replica_mesh import join_subgroup
@@ -433,7 +433,6 @@ def build_engine(
     with span("groups of split layers"):
         sequences = split(module, plan.model_sharding, plan.dims)
     compiled = compile_blocks_of_job(module, settings, group.device) if isinstance(settings, Job) else None
-    values = values or BroadcastValues(module, group)
     with span("groups of data parallelism, parameters and optimizer"):
         optimizer = build_sharded_optimizer(
             module,
@@ -442,12 +441,11 @@ def build_engine(
             recipe,
             group=step_group,
             communication=communication,
-            values=values,
+            values=values or BroadcastValues(module, group),
             memory=settings.memory,
         )
     optimizer.loss_scaler = settings.precision.make_loss_scaler()
-    parameters = optimizer.sharded_parameters
-    _check_shards(parameters, plan, step_group.rank)
+    _check_shards(parameters := optimizer.sharded_parameters, plan, step_group.rank)
     make_outer = partial(OuterOptimizer, settings=settings.outer, communication=communication)
     make_pipeline = partial(build_pipeline, settings=settings, layout=layout, sequences=sequences, products=products)
     engine = TrainingEngine(

@@ -68,7 +68,7 @@ def step_plan_of_split_job(job: Job, layout: Layout) -> StepPlan:
     if (known := read_proof_of_job(job, layout)) is not None:
         inventory, sharding = known
     else:
-        from motet.train.proposed_sharding import sharding_of_job
+        from motet.train.proof.proposed_sharding import sharding_of_job
 
         inventory, sharding = sharding_of_job(job, layout)
         keep_proof_of_job(job, layout, inventory=inventory, sharding=sharding)

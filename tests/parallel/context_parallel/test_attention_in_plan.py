@@ -22,7 +22,7 @@ from motet.parallel.step_plan.plan import StepPlan
 from motet.train.job import batch_shape, load_job
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.launch.preflight import check_job
-from motet.train.proposed_sharding import sharding_of_job
+from motet.train.proof.proposed_sharding import sharding_of_job
 
 # 8 query heads, 4 key heads of 32 features, 4 blocks, 16 rows of 256 tokens
 SIZES = {

@@ -20,7 +20,7 @@ from motet.parallel.layout import resolve_layout
 from motet.parallel.proof.context_proof import prove_context
 from motet.train.job import load_job
 from motet.train.proof.context_batches import context_examples, window_examples
-from motet.train.proposed_sharding import sharding_of_job
+from motet.train.proof.proposed_sharding import sharding_of_job
 from refusals import refused
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60, "pad_token_id": 0}

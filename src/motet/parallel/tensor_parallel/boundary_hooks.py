@@ -147,7 +147,7 @@ class InputBoundary:
         return args, {**kwargs, key: reading.communicated}
 
     def _before_in_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In a compiled graph, autograd computes the products, and the compiler decides what overlaps."""
+        """Communicate in a graph, where autograd computes the products, and the compiler decides what overlaps."""
         key = argument_key(self._boundary.comm.argument, module, args, kwargs=kwargs)
         x: Tensor = args[key] if isinstance(key, int) else kwargs[key]
         source, communicated, readers = self._in_graph or (None, None, 0)
@@ -187,7 +187,7 @@ class InputBoundary:
 
 
 class _SplitForward:
-    """The forward of a layer with split columns. Graphs of blocks are shared, as it is no function of one block."""
+    """The forward of a layer with split columns; no function of one block, so that blocks share a graph."""
 
     def __init__(self, layer: Any, multiply: Callable[..., Tensor], products: LinearProducts) -> None:
         self._layer, self._multiply, self._products = layer, multiply, products

@@ -1,4 +1,4 @@
-"""Communication of activations inside of a compiled graph, as an operator that the compiler calls and does not look into."""
+"""Communication of activations inside of a compiled graph, as an operator of torch whose code the compiler calls."""
 
 from itertools import count
 from typing import Any, cast
@@ -26,12 +26,12 @@ def group_number(group: RankGroup) -> int:
 
 
 @torch.library.custom_op("motet::communicate", mutates_args=())
-def _communicate(x: Tensor, operation: str, dim: int, group: int) -> Tensor:
+def _communicate(x: Tensor, *, operation: str, dim: int, group: int) -> Tensor:
     return OPERATIONS[cast(BoundaryOperation, operation)](x, dim % x.ndim, _GROUPS[group])
 
 
 @_communicate.register_fake
-def _(x: Tensor, operation: str, dim: int, group: int) -> Tensor:
+def _(x: Tensor, *, operation: str, dim: int, group: int) -> Tensor:
     shape, ranks = [*x.shape], _GROUPS[group].world
     if operation in ("gather", "replicate"):
         shape[dim] *= ranks
@@ -42,16 +42,19 @@ def _(x: Tensor, operation: str, dim: int, group: int) -> Tensor:
 
 class _GraphBoundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, operation: str, conjugate: str, dim: int, group: int) -> Tensor:
-        ctx.conjugate, ctx.dim, ctx.group = conjugate, dim, group
-        return x.view_as(x) if operation == "copy" else _communicate(x, operation, dim, group)
+    def forward(ctx: Any, x: Tensor, call: tuple[str, str, int, int]) -> Tensor:
+        operation, ctx.conjugate, ctx.dim, ctx.group = call
+        if operation == "copy":
+            return x.view_as(x)
+        communicated: Tensor = _communicate(x, operation=operation, dim=ctx.dim, group=ctx.group)
+        return communicated
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        if ctx.conjugate != "copy":
-            gradient = _communicate(gradient, ctx.conjugate, ctx.dim, ctx.group)
-        return gradient, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.conjugate == "copy":
+            return gradients[0], None
+        gradient: Tensor = _communicate(gradients[0], operation=ctx.conjugate, dim=ctx.dim, group=ctx.group)
+        return gradient, None
 
 
 def communicate_in_graph(
@@ -59,4 +62,4 @@ def communicate_in_graph(
 ) -> Tensor:
     """Communicate an activation, with the conjugate operation on its gradient."""
     apply: Any = _GraphBoundary.apply
-    return cast(Tensor, apply(x, operation, conjugate, dim, group))
+    return cast(Tensor, apply(x, (operation, conjugate, dim, group)))

@@ -63,7 +63,7 @@ from motet.train.memory_check.step_memory import (
     steps_before_gathers,
 )
 from motet.train.memory_check.step_prediction import StepMemory
-from motet.train.proposed_sharding import RandomBatches, sharding_of_model
+from motet.train.proof.proposed_sharding import RandomBatches, sharding_of_model
 from motet.train.rehearsal.rank_kinds import ranks_of_each_kind
 from motet.train.step import MicroBatchLoop, TrainStep
 

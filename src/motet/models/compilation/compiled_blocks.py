@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from motet.core.errors import InputError
 from motet.core.trace import log_if_slow
 from motet.models.arch.attention_mask import AttentionMask
-from motet.models.user_module import find_blocks
-from motet.parallel.compilation.torch_private import (
+from motet.models.torch_private import (
     GraphCompiler,
     compile_problem,
     has_kernel_modes,
     random_call,
     without_function_modes,
 )
+from motet.models.user_module import find_blocks
 
 
 class CompiledBlocks:
     """The blocks of a module, whose forwards are compiled when they are first called."""
 
     def __init__(self, blocks: Sequence[nn.Module], *, falls_back: bool) -> None:
-        """With `falls_back`, blocks that torch.compile cannot take as one graph run as written, for a `reason`."""
+        """Compile the forwards of blocks. With `falls_back`, blocks that torch.compile cannot take as one graph run as written, for a `reason`."""
         self.reason: str | None = None
         self.graphs = list[torch.fx.GraphModule]()  # One for each kind of block, and for each shape of its inputs
-        self.log: Callable[[str], object] = lambda text: None  # Called with a line where compilation takes long
+        self.log: Callable[[str], None] = lambda text: None  # Called with a line where compilation takes long
         self._falls_back, self._unshared = falls_back, blocks
         if not blocks:
             return
@@ -87,11 +87,12 @@ def _let_graphs_be_shared(block: nn.Module) -> None:
     for layer in block.modules():
         if layer is not block and "forward" in vars(layer):
             layer.replaced_forward = vars(layer).pop("forward")
-            layer.__class__ = _class_with_replaced_forward(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _class_with_replaced_forward(kind)
 
 
 @cache
-def _class_with_replaced_forward(kind: type[nn.Module]) -> type[nn.Module]:
+def _class_with_replaced_forward(kind: Any) -> Any:
     return type(kind)(kind.__name__, (kind,), {"forward": _replaced_forward, "__module__": kind.__module__})
 
 

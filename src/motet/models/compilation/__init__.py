@@ -1,0 +1,1 @@
+"""Compilation of the blocks of a module."""
