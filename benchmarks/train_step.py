@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -201,28 +202,25 @@ def timed(step: Callable[[Any], float]) -> Runner:
 # --- the four -----------------------------------------------------------------------------------------
 
 
-def motet_runner(model: str, dtype: str) -> Runner:
+def motet_runner(model: str, dtype: str, *overrides: str) -> Runner:
     import torch
     import torch.distributed as dist
 
+    from motet import load_job
     from motet.core.batch import Batch
     from motet.models.build import build_trainable_model
-    from motet.parallel.layout import resolve_layout
     from motet.parallel.process.process_group import RankGroup
-    from motet.precision.recipe import PrecisionSettings
     from motet.train.engine import build_engine
-    from motet.train.optimizer.module_plan import ParallelizeSettings
-    from motet.train.optimizer.optimizer_settings import OptimizerSettings
     from motet.train.step import MicroBatchLoop, TrainStep
 
     group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
-    settings = ParallelizeSettings(
-        optimizer=OptimizerSettings(clip_norm=CLIP_NORM),
-        precision=PrecisionSettings(recipe=dtype),  # type: ignore[arg-type]
-    )
-    layout = resolve_layout(settings.layout, group.world, ROWS)
-    engine = build_engine(trainee.module, group, layout=layout, settings=settings, batch_sequences=ROWS)
+    common = [f"precision.recipe={dtype}", f"optimizer.clip_norm={CLIP_NORM}", f"data.batch_sequences={ROWS}"]
+    job = load_job("tiny", [*common, *overrides])
+    layout = job.layout_for(group.world)
+    engine = build_engine(trainee.module, group, layout=layout, settings=job, batch_sequences=ROWS)
+    parameters = engine.optimizer.sharded_parameters
+    trainee = replace(trainee, loss_sum=parameters.wrap_as_forward(trainee.loss_sum))
 
     class Samples:
         tokens: Any = None

@@ -30,7 +30,8 @@ class CompiledBlocks:
     """The blocks of a module, whose forwards are compiled when they are first called."""
 
     def __init__(self, blocks: Sequence[nn.Module], *, falls_back: bool) -> None:
-        """Compile the forwards of blocks. With `falls_back`, blocks that torch.compile cannot take as one graph run as written, for a `reason`."""
+        """Compile the forwards of blocks. With `falls_back`, blocks that cannot become one graph run as written, for a
+        `reason`."""
         self.reason: str | None = None
         self.graphs = list[torch.fx.GraphModule]()  # One for each kind of block, and for each shape of its inputs
         self.log: Callable[[str], None] = lambda text: None  # Called with a line where compilation takes long
