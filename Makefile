@@ -23,7 +23,7 @@ setup: .venv/dev.done
 .venv-oldest/dev.done: pyproject.toml constraints.txt constraints-oldest.txt
 	@echo "Installing motet with the oldest torch into .venv-oldest (some minutes) ..."
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	@{ grep -v '^torch==' constraints.txt; cat constraints-oldest.txt; } > .venv-oldest/constraints.txt
+	@{ grep -Ev '^(torch|triton)==' constraints.txt; cat constraints-oldest.txt; } > .venv-oldest/constraints.txt
 	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt --editable '.[dev]'
 	@touch $@
 

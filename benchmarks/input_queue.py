@@ -79,6 +79,7 @@ class BlockTimes(NamedTuple):
 
     step_s: float
     read_s: float
+    processor_s: float  # Of all threads of the process
 
 
 def main() -> None:
@@ -99,7 +100,8 @@ def measure(options: argparse.Namespace) -> None:
                 f"{options.rounds} rounds of {options.steps} steps. {load} "
                 f"A step of `tiny` takes {1e3 * step_s:.0f} ms."
             )
-            head = ["source", "a step waits, `prefetch = 0`", "`prefetch = 2`", "step with the queue / without it"]
+            waits = [f"a step waits, `prefetch = {depth}`" for depth in (0, 2)]
+            head = ["source", *waits, "step with the queue / without it", "processor time, the same"]
             results = table(head, rows)
             print(where, results, sep="\n\n")
             if options.page:
@@ -123,8 +125,10 @@ def measure_sources(options: argparse.Namespace, group: "RankGroup") -> tuple[fl
             depths = {depth: partial(timed_block, slow, depth, options.steps) for depth in (0, 2)}
             times = interleave(depths, options.rounds)
             reads = [statistics.median(block.read_s for block in times[depth]) for depth in (0, 2)]
-            steps = [[block.step_s for block in times[depth]] for depth in (0, 2)]
-            rows.append([name, *(f"{1e3 * seconds:.1f} ms" for seconds in reads), ratio_text(steps[1], steps[0])])
+            direct, ahead = times[0], times[2]
+            step = ratio_text([block.step_s for block in ahead], [block.step_s for block in direct])
+            work = ratio_text([block.processor_s for block in ahead], [block.processor_s for block in direct])
+            rows.append([name, *(f"{1e3 * seconds:.1f} ms" for seconds in reads), step, work])
     return step_s, rows
 
 
@@ -135,11 +139,11 @@ def timed_block(train_step: "TrainStep", depth: int, steps: int) -> BlockTimes:
     reads = ReadTime()
     with train_step.reading_ahead(depth, 2 * steps + 3) as block, install_sink(reads):
         block.step(0, 1e-5)
-        start_s, reads.seconds = time.perf_counter(), 0.0
+        start_s, processor_s, reads.seconds = time.perf_counter(), time.process_time(), 0.0
         for step in range(1, steps + 1):
             block.step(step, 1e-5)
-        times = (time.perf_counter() - start_s) / steps, reads.seconds / steps
-    return BlockTimes(*mean_over_ranks(times))
+        seconds = time.perf_counter() - start_s, reads.seconds, time.process_time() - processor_s
+    return BlockTimes(*mean_over_ranks([each / steps for each in seconds]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Batch:
     # [R] int64, always on the host: index of each row in the step's global batch, on which random masks depend.
     rows: torch.Tensor
     positions: torch.Tensor | None = None  # [R, T] int64: the position within the document; None means 0..T-1
-    # [R, T] int64: attention stays within equal numbers; None means that each row is one document.
+    # [R, T] int64: attention stays within equal numbers, which are neighbours; None means one document for each row.
     documents: torch.Tensor | None = None
     source: torch.Tensor | None = None  # [R, S] int64: the encoder's input
     # [R, S] int64: as `documents`, for `source`; also used by cross attention against `documents`.

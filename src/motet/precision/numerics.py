@@ -11,13 +11,15 @@ it does on a processor.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from motet.core.errors import check_input
+from motet.precision.attention_kernels import attention_problem, attention_remark, kernels_in_order
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import PrecisionRecipe, PrecisionSettings
 from motet.precision.torch_private import (
@@ -134,7 +136,27 @@ _TF32_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
 
 
 def precision_numerics(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, everything on the device is computed in the precision of the recipe."""
+    """Inside, everything on the device is computed in the precision of the recipe, and attention by its kernels."""
+    return _all_of(_products(settings, device), _attention_kernels(settings, device))
+
+
+@contextmanager
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _attention_kernels(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[Any]:
+    """torch keeps the kernels for the process: they hold in backward and in what it recomputes, in its threads too."""
+    problem = attention_problem(settings) if device.type == "cuda" else ""
+    check_input(not problem, problem)
+    names = kernels_in_order(settings, device.type)
+    return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True) if names else nullcontext()
+
+
+def _products(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[None]:
     if settings.recipe == "fp64":
         return use_float64()
     if settings.recipe == "tf32" and has_tf32(device):
@@ -155,7 +177,12 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def numerics_remark(settings: PrecisionSettings, device: torch.device) -> str | None:
-    """A sentence where a run computes in another way than the name of its recipe says."""
+    """Sentences where a run computes in another way than the names of its recipe and its attention say."""
+    remarks = (_recipe_remark(settings, device), attention_remark(settings, device.type))
+    return "; ".join(filter(None, remarks)) or None
+
+
+def _recipe_remark(settings: PrecisionSettings, device: torch.device) -> str | None:
     compute = settings.resolved.compute
     if settings.recipe == "tf32" and not has_tf32(device):
         missing = "its compute capability is below 8.0" if device.type == "cuda" else "only NVIDIA GPUs have TF32"

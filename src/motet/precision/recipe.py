@@ -24,6 +24,7 @@ from motet.core.errors import TrainingDivergedError
 from motet.core.units import DTYPE_BYTES
 
 MomentDtype = Literal["float32", "float64", "bfloat16", "8bit"]
+AttentionKernelName = Literal["auto", "cudnn", "flash", "efficient", "plain"]
 IN_BLOCKS = "8bit"
 MAX_BLOCK_ELEMENTS, MIN_BLOCK_ELEMENTS = 256, 16
 SCALE_BYTES = DTYPE_BYTES["float32"]
@@ -217,6 +218,10 @@ class PrecisionSettings(FrozenSettings):
 
     loss_scale_growth_steps: Annotated[int, Field(ge=1)] = 2000
     """Steps in a row without overflow after which a dynamic scale doubles."""
+
+    attention: AttentionKernelName = "auto"
+    """The kernel of attention. `auto` takes the first of cuDNN's, FlashAttention, the memory-efficient kernel and the
+    plain formula that can compute a call; a name takes that one alone. A CPU has `flash` and `plain`."""
 
     @property
     def resolved(self) -> PrecisionRecipe:

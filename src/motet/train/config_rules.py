@@ -53,6 +53,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("precision", "reduce_dtype master_dtype moment_dtype exceptions", "recipe", ("fp32", "tf32", "bf16", "fp16")),
     ("precision", "exceptions", "layout.data", ("all_reduce",)),
     ("precision", "emulate", "recipe", ("bf16", "fp16")),
+    ("precision", "attention", "layout.cp", (1,)),  # Ranks that share rows call kernels that give the log-sum-exp
     ("precision", "loss_scale loss_scale_initial loss_scale_growth_steps", "recipe", ("fp16",)),
     ("precision", "loss_scale_initial loss_scale_growth_steps", "loss_scale", ("dynamic",)),
     ("memory", "every", "recompute", ("every-k",)),

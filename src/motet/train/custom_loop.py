@@ -146,6 +146,11 @@ def _check_numerics(precision: PrecisionSettings) -> None:
         "precision.emulate = true has no effect in a custom loop; leave it out, and train inside of "
         "motet.precision.numerics.float32_products(dtype)",
     )
+    check_input(
+        precision.attention == "auto",
+        f"precision.attention = {precision.attention!r} has no effect in a custom loop; leave it out, and train inside "
+        "of torch.nn.attention.sdpa_kernel(...)",
+    )
 
 
 def _sharding_with_warning(

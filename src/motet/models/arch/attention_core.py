@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.models.arch.attention_mask import AttentionMask
-from motet.models.arch.layers import accumulation_dtype, kernel_device
+from motet.models.arch.layers import accumulation_dtype
+from motet.models.kernels.choice import kernel_device
+from motet.models.kernels.variable_length import takes_heads, variable_length_kernel
 from motet.models.torch_private import is_amx_supported, softmax_backward, softmax_or_zeros
 
 QUERIES_PER_BLOCK = 128
@@ -58,6 +60,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: Sco
         attention_exchange.reset(running)
 
 
+def choose_kernel(mask: AttentionMask, x: Tensor, shape: torch.Size) -> AttentionMask:
+    """The mask, which knows the kernel of variable length for activations like x if there is one. Called before the
+    blocks, so that no block waits for the number of documents or makes their starts again. `shape` is [R, T]."""
+    if attention_exchange.get() is None and (kernel := variable_length_kernel(x)) is not None:
+        mask.use_kernel(kernel, *shape, device=x.device)
+    return mask
+
+
 def dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float = 0.0
 ) -> Tensor:
@@ -67,6 +77,9 @@ def dot_product_attention(
 
 
 def _attend_locally(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
+    is_plain = options.softcap is None and options.sinks is None and options.dropout == 0
+    if mask.sequence is not None and is_plain and takes_heads(k.shape[3], v.shape[3]):
+        return _attend_by_documents(q, k, v, mask=mask, scale=options.scale)
     bias = mask.dense(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
     is_causal = mask.causal and mask.has_kernel_order
     if options.softcap is not None or options.sinks is not None:
@@ -89,6 +102,16 @@ def _attend_locally(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, opt
         q, k, v, bias, options.dropout, causal, scale=options.scale, enable_gqa=groups > 1
     )
     return output if output.shape[3] == value_dim else output[..., :value_dim]
+
+
+def _attend_by_documents(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
+    assert mask.sequence is not None
+    rows, value_dim = len(q), v.shape[3]
+    window = (-1 if mask.window is None else mask.window - 1, 0 if mask.causal else -1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, _lengthened(v, k.shape[3])))
+    starts, longest = mask.sequence.starts, len(q) // rows
+    output = mask.sequence.kernel(q, k, v, starts=starts, longest=longest, scale=scale, window=window)
+    return cast(Tensor, output[..., :value_dim].unflatten(0, (rows, -1))).transpose(1, 2)
 
 
 def _lengthened(x: Tensor, size: int) -> Tensor:

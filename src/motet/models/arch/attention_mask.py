@@ -1,6 +1,7 @@
 """Attention masks as values: causal, within a window, within a document, with learned biases.
-A mask that is only causal stays a flag, which every fast kernel knows. Any other mask is made dense where a kernel
-needs it: a tensor that is added to the scores, made once per forward for all layers.
+A mask that is only causal stays a flag, which every fast kernel knows. A kernel of variable length takes the starts of
+documents. Any other mask is made dense where a kernel needs it: a tensor that is added to the scores. Starts and dense
+masks are made once per forward for all layers.
 """
 
 from copy import copy
@@ -9,6 +10,8 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+
+from motet.models.kernels.variable_length import VariableLengthKernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +25,14 @@ class AttentionTokens:
         """The tokens at these indices [t]."""
         places = indices if self.places is None else self.places[indices]
         return AttentionTokens(places, None if self.documents is None else self.documents[:, indices])
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentSequence:
+    """The documents of all rows, one after another, and the kernel that computes their attention."""
+
+    starts: Tensor  # [documents + 1] int32: the first token of each, and the number of all tokens
+    kernel: VariableLengthKernel
 
 
 class AttentionMask:
@@ -44,6 +55,7 @@ class AttentionMask:
         self.sees_all = sees_all  # [R, T] bool: queries that see the keys of every document
         self.bias = bias  # [1, heads, T, S], learned: added to the scores of visible keys
         self._dense: dict[torch.dtype, Tensor | None] = {}
+        self.sequence: DocumentSequence | None = None  # Set where a kernel takes it in place of a dense form
 
     @property
     def has_kernel_order(self) -> bool:
@@ -66,8 +78,27 @@ class AttentionMask:
     def with_bias(self, bias: Tensor) -> "AttentionMask":
         """The same mask with a learned bias."""
         mask = copy(self)
-        mask.bias, mask._dense = bias, {}
+        mask.bias, mask._dense, mask.sequence = bias, {}, None
         return mask
+
+    def use_kernel(self, kernel: VariableLengthKernel, rows: int, length: int, *, device: torch.device) -> None:
+        """Let a kernel compute attention of documents or windows, if it takes the mask: queries and keys are the same
+        whole rows, and equal numbers of documents are neighbours. On a device the host waits for the number of
+        documents, once for all layers."""
+        documents = self.queries.documents
+        has_other_rule = self.bias is not None or self.sees_all is not None or documents is not self.keys.documents
+        if has_other_rule or not self.has_kernel_order:
+            return
+        if documents is not None:
+            is_start = torch.ones_like(documents, dtype=torch.bool)
+            is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
+            starts = is_start.flatten().nonzero().flatten()
+            starts = torch.cat((starts, starts.new_full((1,), rows * length)))
+        elif self.window is not None and self.window < length:
+            starts = torch.arange(0, rows * length + 1, length, device=device)
+        else:
+            return
+        self.sequence = DocumentSequence(starts.to(torch.int32), kernel)
 
     def dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Made in the first call with a dtype.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
+from motet.models.arch.attention_core import choose_kernel
 from motet.models.arch.attention_mask import causal_mask, places_in_row
 from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.latent_attention import LatentAttention
@@ -63,7 +64,7 @@ class CausalDecoder(nn.Module):
         x = self.embedding(tokens)
         x = self.dropout(x + self.positions(positions) if s.positions == "learned" else x)
         rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
-        mask = causal_mask(documents, places, s.sliding_window)
+        mask = choose_kernel(causal_mask(documents, places, s.sliding_window), x, tokens.shape)
         for block in self.blocks:
             x = block(x, mask, rotary)
         return cast(Tensor, self.norm(x))

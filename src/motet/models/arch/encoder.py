@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.models.arch.attention_and_feed_forward import FeedForward, SelfAttention
+from motet.models.arch.attention_core import choose_kernel
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, places_in_row
 from motet.models.arch.layers import apply_activation, build_norm
 from motet.models.arch.loss import LogitsProjection
@@ -65,7 +66,7 @@ class BidirectionalEncoder(nn.Module):
         if self.settings.token_types:
             x = x + self.token_types.weight[0]
         features: Tensor = self.dropout(self.embedding_norm(x))
-        mask = bidirectional_mask(documents, documents)
+        mask = choose_kernel(bidirectional_mask(documents, documents), features, tokens.shape)
         for block in self.blocks:
             features = block(features, mask)
         return features

@@ -9,8 +9,8 @@ On a CPU torch runs an RMS norm as many passes; here forward and backward take o
 thread: 1.5 ms instead of 7.7 in float32, 3.0 instead of 10.2 in bfloat16). Other devices use torch's fused kernel.
 
 Rotary positions: each pair of adjacent components of a head is rotated by an angle that grows with the position.
-The pairs are (0, 1), (2, 3), ..., so a rotation is one complex product. Models that pair the two halves of a head, as
-transformers' Llama does, have the same rows of their query and key projections in another order.
+The pairs are (0, 1), (2, 3), ..., so a complex product rotates all of them. Models that pair the two halves of a head,
+as transformers' Llama does, have the same rows of their query and key projections in another order.
 """
 
 import math
@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from motet.models.kernels.choice import Implementation, chosen, in_triton, kernel_device
 from motet.models.settings import ActivationName, RopeScalingSettings, TransformerSettings
+from motet.models.torch_private import runs_forward_alone
 
 _aten = torch.ops.aten
 
@@ -42,18 +44,18 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def kernel_device(x: Tensor) -> str:
-    """The type of the device whose kernels compute x; for the meta device, in a step of shapes, that of a CPU."""
-    return "cpu" if x.is_meta else x.device.type
-
-
 def apply_activation(x: Tensor, name: ActivationName) -> Tensor:
     return ACTIVATIONS[name][0](x)
 
 
 def gated_activation(x: Tensor, name: ActivationName) -> Tensor:
     """[..., 2 F] holding gate and up -> act(gate) * up, [..., F]."""
-    return cast(Tensor, _GatedActivationFunction.apply(x, name))  # type: ignore[no-untyped-call]  # untyped in torch
+    return _GATED_ACTIVATION[chosen("gated_activation", x)](x, name)
+
+
+def _plain_gated_activation(x: Tensor, name: ActivationName) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return ACTIVATIONS[name][0](gate) * up
 
 
 class _GatedActivationFunction(torch.autograd.Function):
@@ -75,6 +77,13 @@ class _GatedActivationFunction(torch.autograd.Function):
         torch.mul(grad, function(gate), out=grad_up)
         grad_gate.copy_(gradient(grad * up, gate))
         return result, None
+
+
+_GATED_ACTIVATION: dict[Implementation, Callable[[Tensor, ActivationName], Tensor]] = {
+    "plain": _plain_gated_activation,
+    "cpu": _GatedActivationFunction.apply,
+    "triton": in_triton("triton_gate", "gated_activation"),
+}
 
 
 class RMSNorm(nn.Module):
@@ -112,9 +121,12 @@ def build_norm(s: TransformerSettings, *, bias: bool) -> nn.Module:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm over the last dim."""
-    if kernel_device(x) != "cpu":
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return cast(Tensor, _RMSNormFunction.apply(x, weight, eps))  # type: ignore[no-untyped-call]  # untyped in torch
+    return _RMS_NORM[chosen("rms_norm", x)](x, weight, eps)
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(accumulation_dtype(x))
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -139,6 +151,26 @@ class _RMSNormFunction(torch.autograd.Function):
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
+_RMS_NORM: dict[Implementation, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "plain": _plain_rms_norm,
+    "cpu": _RMSNormFunction.apply,
+    "torch": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+    "triton": in_triton("triton_norm", "rms_norm"),
+}
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + y and its norm: one kernel where the table has one, if a call of the norm would run nothing else."""
+    is_one_kernel = chosen("add_rms_norm", x) == "triton" and type(norm) is RMSNorm and runs_forward_alone(norm)
+    if is_one_kernel and x.dtype == y.dtype and x.shape == y.shape:
+        return cast(tuple[Tensor, Tensor], _ADD_RMS_NORM(x, y, norm.weight, eps=norm.eps))
+    total = x + y
+    return total, norm(total)
+
+
+_ADD_RMS_NORM = in_triton("triton_norm", "add_rms_norm")
+
+
 @dataclass(frozen=True)
 class RotaryEmbedding:
     """The rotation of each pair by position."""
@@ -148,27 +180,46 @@ class RotaryEmbedding:
     scaling: RopeScalingSettings | None = None
 
     def rotations_at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., T] positions -> [..., T, 1, dims / 2] unit complex numbers, precise enough for activations of `dtype`.
+        """[..., T] positions -> [..., T, 1, dims / 2, 2] cosines and sines, precise enough for activations of `dtype`.
         Called once per forward. Angles are in float64: a float32 angle at position 100,000 is off by 0.004."""
         dims = self.rotary_dims
         frequencies = self.theta ** -(torch.arange(0, dims, 2, dtype=torch.float64, device=positions.device) / dims)
         if self.scaling is not None:
             frequencies = _scale_frequencies(frequencies, self.scaling)
         angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
-        rotations = torch.polar(torch.ones_like(angles), angles)
-        return rotations.to(torch.promote_types(dtype, torch.float32).to_complex()).unsqueeze(-2)
+        rotations = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+        return rotations.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-3)
 
 
 def apply_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
     """[..., T, heads, head_dim], rotated by the rotations of their positions; further components pass through."""
-    dims = 2 * rotations.shape[-1]
-    if dims < heads.shape[-1]:
+    dims, implementation = 2 * rotations.shape[-2], chosen("rotary", heads)
+    if dims < heads.shape[-1] and implementation != "triton":
         return torch.cat((apply_rotary(heads[..., :dims], rotations), heads[..., dims:]), -1)
+    return _ROTARY[implementation](heads, rotations)
+
+
+def _plain_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
+    cos, sin = rotations.unbind(-1)
+    first, second = heads.to(accumulation_dtype(heads)).unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((first * cos - second * sin, first * sin + second * cos), -1)
+    return rotated.flatten(-2).to(heads.dtype)
+
+
+def _complex_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
+    """The same as one complex product: equal bits in one pass."""
     pairs = heads.to(accumulation_dtype(heads)).unflatten(-1, (-1, 2))
     if pairs.storage_offset() % 2 or any(stride % 2 for stride in pairs.stride()[:-1]):  # A part of odd heads
         pairs = pairs.contiguous()
-    rotated = torch.view_as_complex(pairs) * rotations
+    rotated = torch.view_as_complex(pairs) * torch.view_as_complex(rotations)
     return torch.view_as_real(rotated).flatten(-2).to(heads.dtype)
+
+
+_ROTARY: dict[Implementation, Callable[[Tensor, Tensor], Tensor]] = {
+    "plain": _plain_rotary,
+    "torch": _complex_rotary,
+    "triton": in_triton("triton_rotary", "rotary"),
+}
 
 
 def _scale_frequencies(frequencies: Tensor, s: RopeScalingSettings) -> Tensor:

@@ -278,7 +278,9 @@ def _stream(block: LayerSpec) -> LayerSpec:
 
 
 def _document_mask(s: TransformerSettings, keys: CountedPer = "token", window: int | None = None) -> LayerSpec:
-    return LayerSpec() if s.dropout else saved_spec(_explicit_mask(keys, window))  # only fused attention keeps it
+    if s.dropout:  # Only fused attention keeps it
+        return LayerSpec()
+    return saved_spec(replace(_explicit_mask(keys, window), has_starts=keys == "token"))
 
 
 def _explicit_mask(keys: CountedPer = "token", window: int | None = None) -> SavedAttentionMatrix:

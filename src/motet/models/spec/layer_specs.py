@@ -87,6 +87,7 @@ class MicroBatchShape:
     source_length: int = 0
     packed: bool = False  # Rows hold several documents, which do not see each other and restart their positions
     targets: int | None = None  # Masked tokens that an encoder predicts; all tokens if None
+    variable_length: bool = False  # A kernel takes the starts of documents, where it can, in place of a mask
 
     @property
     def sizes_by_name(self) -> dict[str, int]:
@@ -106,7 +107,7 @@ class MicroBatchShape:
         if ranks == 1:
             return self
         lengths = -(-self.length // ranks), -(-self.source_length // ranks)
-        return MicroBatchShape(self.rows, *lengths, self.packed, self.targets)
+        return MicroBatchShape(self.rows, *lengths, self.packed, self.targets, self.variable_length)
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,7 @@ class SavedAttentionMatrix:
     split: DimensionUnits = WHOLE
     kernel: BackwardKernel = "other"
     is_kept: bool = True  # Not where no gradient needs it
+    has_starts: bool = False  # The mask of documents or a window, which a kernel of variable length does not need
     is_product: ClassVar[bool] = False
 
     def on_rank(self, degrees: SplitDegrees) -> "SavedAttentionMatrix":
@@ -288,7 +290,8 @@ class SavedAttentionMatrix:
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         keys = shape.length_of(self.keys)
         mask = "explicit mask" if shape.packed or keys > (self.window or keys) else "implicit mask"
-        if not self.is_kept or self.saved_with not in ("any mask", mask):
+        is_replaced = self.has_starts and shape.variable_length
+        if not self.is_kept or is_replaced or self.saved_with not in ("any mask", mask):
             return 0
         rows = shape.rows if self.rows == "all" or (self.rows == "packed" and shape.packed) else 1
         return rows * self.heads * shape.length_of(self.queries) * keys * _element_bytes(self.dtype, compute)

@@ -14,7 +14,8 @@ from torch import Tensor
 from motet.core import trace
 from motet.models.arch.attention_core import ScoreOptions, by_key_head, capped_scores
 from motet.models.arch.attention_mask import AttentionMask, AttentionTokens
-from motet.models.arch.layers import accumulation_dtype, kernel_device
+from motet.models.arch.layers import accumulation_dtype
+from motet.models.kernels.choice import kernel_device
 from motet.models.layout_invariant_dropout import AttentionDropout
 from motet.models.torch_private import flash_backward, flash_forward
 from motet.parallel.context_parallel.attention_tiles import (

@@ -24,6 +24,7 @@ def named_conditions(value: Any, name: str, is_pair: bool = False) -> Iterator[t
     if isinstance(value, Tensor):
         if is_marker(value):  # One device has the mask itself
             return
+        is_pair = is_pair or (value.ndim > 3 and value.shape[-1] == 2)  # Cosines and sines
         if not value.requires_grad and (is_pair or not value.is_floating_point()):
             yield name, torch.view_as_real(value) if value.is_complex() else value
     elif isinstance(value, AttentionMask | AttentionTokens):

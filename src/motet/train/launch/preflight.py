@@ -16,7 +16,13 @@ from motet.memory.tiers.scratch_folder import check_folder
 from motet.models.hf.decoder_files import find_decoder_tensors
 from motet.models.hf.hf_config import read_config
 from motet.models.hf.peft_files import check_peft_folder
-from motet.models.settings import DecoderSettings, EncoderSettings, UserModuleSettings, check_can_be_trained
+from motet.models.settings import (
+    DecoderSettings,
+    EncoderDecoderSettings,
+    EncoderSettings,
+    UserModuleSettings,
+    check_can_be_trained,
+)
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.context_parallel.context_checks import check_context_heads, check_context_sequence
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
@@ -25,6 +31,7 @@ from motet.parallel.model_sharding import TENSOR_DIMENSION, ModelInventory, inve
 from motet.parallel.parameter_server.protocol.messages import slice_parameters
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.parallel.step_plan.plan import StepPlan
+from motet.precision.attention_kernels import attention_problem
 from motet.train.config_rules import check_compositions
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
@@ -72,6 +79,7 @@ def check_job(job: Job, ranks: int) -> Layout:
         uses_cluster=layout.dims.size(TENSOR_DIMENSION) > 1 or job.memory.optimizer != "device",
     )
     _check_context(job, layout)
+    _check_attention(job)
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
         _check_server_count(job)
@@ -88,6 +96,14 @@ def _check_context(job: Job, layout: Layout) -> None:
         check_context_sequence(layout, batch_shape(job, 1), setting="data.sequence_length")
         spec = model_spec(job)
         check_context_heads(layout, spec.attention if spec else ())
+
+
+def _check_attention(job: Job) -> None:
+    """Refuse a kernel of attention that a GPU does not have for the dtype or the heads of the model."""
+    if job.run.device == "cuda" or _may_have_gpus(job):
+        spec, adds_bias = model_spec(job), isinstance(job.model, EncoderDecoderSettings)
+        problem = attention_problem(job.precision, spec.attention if spec else (), adds_bias=adds_bias)
+        check_input(not problem, problem)
 
 
 def _check_server_count(job: Job) -> None:
@@ -253,11 +269,15 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
     check_input(not problem, problem)
 
 
+def _may_have_gpus(job: Job) -> bool:
+    """Whether ranks may compute on GPUs of this machine."""
+    return job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
+
+
 def _knows_host_memory(job: Job) -> bool:
     """Whether the memory that local ranks need of the host is predicted before they start."""
-    may_have_gpus = job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
     is_split = job.layout.dims.size(TENSOR_DIMENSION) > 1
-    return not (may_have_gpus or is_split or isinstance(job.model, UserModuleSettings))
+    return not (_may_have_gpus(job) or is_split or isinstance(job.model, UserModuleSettings))
 
 
 def knows_memory(job: Job) -> bool:

@@ -147,7 +147,7 @@ RESUME_RULES: dict[str, ResumeRule] = {
     **dict.fromkeys(("run.steps", "run.epochs"), "may_grow"),
     **dict.fromkeys(("run.seed", "optimizer.name", "optimizer.momentum"), "fixed"),
     **dict.fromkeys(("layout", "communication", "outer", "optimizer"), "warned"),
-    **dict.fromkeys(("run.device", "precision.reduce_dtype", "precision.emulate"), "warned"),
+    **dict.fromkeys(("run.device", "precision.reduce_dtype", "precision.emulate", "precision.attention"), "warned"),
     **dict.fromkeys(("precision.loss_scale", "precision.loss_scale_growth_steps"), "warned"),
     # A warning about the checkpoint names masters in another dtype
     **dict.fromkeys(("precision.loss_scale_initial", "precision.master_dtype"), "ignored"),

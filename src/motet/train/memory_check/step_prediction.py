@@ -18,7 +18,7 @@ from typing import Any
 
 from motet.cluster.host_limits import MemoryLimit
 from motet.core.errors import InputError
-from motet.core.units import format_bytes
+from motet.core.units import DTYPE_BYTES, format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StorageLife
 from motet.memory.policy_choice import Place, StatePlaces, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
@@ -390,7 +390,9 @@ def _spec_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> Mo
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
     """The micro-batches that a rank computes."""
     part = plan.part_on_rank(batch_shape(job, len(plan.rows_by_rank[rank][0])), rank)
-    return replace(computed_shape(part), packed=is_packed)
+    is_narrow = DTYPE_BYTES[job.precision.resolved.compute] == 2
+    on_gpu = job.run.device == "cuda" and is_narrow and job.precision.attention in ("auto", "flash")
+    return replace(computed_shape(part), packed=is_packed, variable_length=on_gpu)
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 import motet
 from motet.core.text_files import write_file_atomically
+from motet.core.user_cache import user_cache_folder
 from motet.models.settings import UserModuleSettings
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, ModelInventory, ModelSharding
@@ -88,12 +89,8 @@ class ProofCache:
 
 def open_proof_cache() -> ProofCache:
     """The cache of this user; for a user without a home it keeps no proofs."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "")  # noqa: TID251  (the convention of all programs)
-        folder = folder if folder.is_absolute() else Path("~/.cache").expanduser()
-    except RuntimeError:
-        return ProofCache(None)
-    return ProofCache(folder / "motet/proofs" if folder.is_absolute() else None)
+    folder = user_cache_folder()
+    return ProofCache(None if folder is None else folder / "proofs")
 
 
 def digest_of_texts(*texts: str) -> str:

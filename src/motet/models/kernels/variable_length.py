@@ -1,0 +1,54 @@
+"""Attention of documents that follow one another, by the kernel of variable length that torch has on CUDA devices."""
+
+from functools import cache
+from inspect import signature
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
+_NEEDED_OPTIONS = {"scale", "window_size", "enable_gqa"}
+_MIN_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
+
+
+class VariableLengthKernel(Protocol):
+    """Attention in which tokens see those of the same document."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
+    ) -> Tensor:
+        """q [N, h, D], k and v [N, kv, D] -> [N, h, D]. starts [documents + 1] int32, the last one is N; a
+        document has at most `longest` tokens. A query sees `window` keys before and after its place; -1 is no limit."""
+        ...
+
+
+def variable_length_kernel(x: Tensor) -> VariableLengthKernel | None:
+    """The kernel for activations like x, or None. It is FlashAttention's: not where a job names another kernel."""
+    if not x.is_cuda or x.dtype.itemsize != 2 or not torch.backends.cuda.flash_sdp_enabled():
+        return None
+    return _torch_kernel() if torch.cuda.get_device_capability(x.device)[0] >= _MIN_CAPABILITY else None
+
+
+@cache
+def _torch_kernel() -> VariableLengthKernel | None:
+    """torch's kernel; None in versions of torch whose kernel takes neither windows nor groups of query heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    if not signature(varlen_attn).parameters.keys() >= _NEEDED_OPTIONS:
+        return None
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
+    ) -> Tensor:
+        options: dict[str, Any] = {"window_size": window, "enable_gqa": q.shape[1] != k.shape[1]}
+        return cast(Tensor, varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, **options))
+
+    return attend
+
+
+def takes_heads(key_dim: int, value_dim: int) -> bool:
+    """Whether the kernel computes heads of these sizes; values that are smaller than keys are padded."""
+    return value_dim <= key_dim <= MAX_HEAD_DIM and key_dim % HEAD_DIM_MULTIPLE == 0

@@ -1,0 +1,89 @@
+"""The kernels of attention that a job may name, and where each of them exists. Nothing here imports torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from motet.precision.recipe import RECIPES, PrecisionSettings
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel of `torch.nn.functional.scaled_dot_product_attention`; the limits are those on a CUDA device."""
+
+    torch_name: str  # The member of `torch.nn.attention.SDPBackend`
+    dtypes: tuple[str, ...]
+    max_head_dim: int | None = None
+    has_equal_dims: bool = False  # Keys and values of a head have the same size
+    takes_bias: bool = True
+    is_on_cpu: bool = False
+
+
+_NARROW, _WIDE = ("bfloat16", "float16"), ("float32",)
+
+# In the order in which `auto` tries them.
+ATTENTION_KERNELS: dict[str, AttentionKernel] = {
+    "cudnn": AttentionKernel("CUDNN_ATTENTION", _NARROW, 256),
+    "flash": AttentionKernel("FLASH_ATTENTION", _NARROW, 256, has_equal_dims=True, takes_bias=False, is_on_cpu=True),
+    "efficient": AttentionKernel("EFFICIENT_ATTENTION", (*_NARROW, *_WIDE)),
+    "plain": AttentionKernel("MATH", (*_NARROW, *_WIDE, "float64"), is_on_cpu=True),
+}
+
+
+class HeadSizes(Protocol):
+    """The sizes of the heads of an attention layer."""
+
+    @property
+    def key_dim(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int: ...
+
+
+def kernels_in_order(settings: PrecisionSettings, device_type: str) -> tuple[str, ...]:
+    """torch's names of the kernels that attention may use on a device; empty where torch decides."""
+    if device_type == "cuda":
+        chosen = [*ATTENTION_KERNELS.values()] if settings.attention == "auto" else [_kernel(settings)]
+    else:
+        is_chosen = settings.attention != "auto" and _kernel(settings).is_on_cpu
+        chosen = [_kernel(settings)] if is_chosen else []
+    return tuple(kernel.torch_name for kernel in chosen)
+
+
+def attention_remark(settings: PrecisionSettings, device_type: str) -> str | None:
+    """A sentence where the kernel that a job names is not used on this device."""
+    if settings.attention == "auto" or device_type == "cuda" or _kernel(settings).is_on_cpu:
+        return None
+    return (
+        f"precision.attention = {settings.attention!r} has no effect on this device ({device_type}): only NVIDIA GPUs "
+        "have this kernel"
+    )
+
+
+def attention_problem(settings: PrecisionSettings, heads: Iterable[HeadSizes] = (), *, adds_bias: bool = False) -> str:
+    """Why a CUDA device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
+    if settings.attention == "auto":
+        return ""
+    kernel, name, compute = (
+        _kernel(settings),
+        f"precision.attention = {settings.attention!r}",
+        settings.resolved.compute,
+    )
+    remedy = "write precision.attention=auto"
+    if compute not in kernel.dtypes:
+        recipes = " or ".join(key for key, recipe in RECIPES.items() if recipe.compute in kernel.dtypes)
+        return f"{name} has no kernel for {compute} on a GPU; {remedy}, or set precision.recipe={recipes}"
+    for head in heads:
+        limit = kernel.max_head_dim
+        if limit is not None and (head.key_dim > limit or head.key_dim % 8 or head.value_dim % 8):
+            return f"{name} takes heads of 8, 16, ... {limit} components, and the model has {head.key_dim}; {remedy}"
+        if kernel.has_equal_dims and head.key_dim != head.value_dim:
+            sizes = f"{head.key_dim} components and values of {head.value_dim}"
+            return f"{name} takes keys and values of one size, and the model has keys of {sizes}; {remedy}"
+    if adds_bias and not kernel.takes_bias:
+        return f"{name} cannot add the scores of relative positions, which the model learns; {remedy}"
+    return ""
+
+
+def _kernel(settings: PrecisionSettings) -> AttentionKernel:
+    return ATTENTION_KERNELS[settings.attention]

@@ -1,0 +1,101 @@
+"""Which implementation runs, and the plain definitions in one graph."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from motet.models.arch.layers import apply_rotary, gated_activation, rms_norm
+from motet.models.kernels import choice
+from motet.models.kernels.choice import MeasuredRow, chosen, kernels_forced, read_measured_rows, write_measured_rows
+from motet.models.settings import ActivationName
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of measured rows in an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "motet/kernels.json"
+
+
+def one_graph(function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Compile a function as one graph; compare its value and gradients with the eager ones."""
+    graphs = []
+
+    def keep_graph(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(function, fullgraph=True, backend=keep_graph)
+    leaves = [x for x in inputs if x.requires_grad]
+    eager, traced = function(*inputs), compiled(*inputs)
+    grad = torch.randn_like(eager)
+    for a, b in zip(torch.autograd.grad(eager, leaves, grad), torch.autograd.grad(traced, leaves, grad), strict=True):
+        assert (a - b).abs().max() < 1e-14
+    assert (eager - traced).abs().max() < 1e-14 and len(graphs) == 1
+    assert not any(
+        "autograd_function" in str(node.target) or "complex" in str(node.target) for node in graphs[0].graph.nodes
+    )
+
+
+def doubles(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_a_compiled_norm_is_its_plain_definition() -> None:
+    one_graph(lambda x, weight: rms_norm(x, weight, 1e-5), doubles(3, 4, 10), doubles(10))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu_squared"])
+def test_a_compiled_gate_is_its_plain_definition(name: ActivationName) -> None:
+    one_graph(lambda x: gated_activation(x, name), doubles(3, 4, 10))
+
+
+def test_a_compiled_rotation_is_its_plain_definition() -> None:
+    one_graph(lambda x, turns: apply_rotary(x, turns), doubles(3, 4, 2, 10), doubles(4, 1, 4, 2).detach())
+
+
+def test_a_cpu_never_chooses_triton() -> None:
+    rows = [row for row in choice._ROWS if row.device in ("cpu", "any")]
+    assert rows and all(row.implementation != "triton" for row in rows)
+    assert chosen("rms_norm", torch.zeros(2**20)) == "cpu" == chosen("rms_norm", torch.zeros(1, device="meta"))
+    with kernels_forced("plain"):
+        assert chosen("rms_norm", torch.zeros(1)) == "plain"
+    assert chosen("rms_norm", torch.zeros(1)) == "cpu"
+
+
+def test_each_kernel_has_a_row_of_any_size_for_each_device() -> None:
+    for kernel in choice.KernelName.__args__:
+        for device in ("cpu", "cuda"):
+            rows = choice._matching_rows(kernel, device, "float64", name="")
+            assert any(least == 0 and implementation != "triton" for least, implementation in rows), (kernel, device)
+
+
+def test_measured_rows_come_before_assumed_ones(cache: Path) -> None:
+    rows = [
+        MeasuredRow(kernel="rms_norm", dtype="bfloat16", least_elements=least, implementation=implementation)
+        for least, implementation in ((0, "torch"), (4096, "plain"))
+    ]
+    assert read_measured_rows("A") == []
+    assert write_measured_rows("A", rows) == cache and write_measured_rows("B", []) == cache
+    assert [(row.least_elements, row.implementation) for row in read_measured_rows("A")] == [
+        (4096, "plain"),
+        (0, "torch"),
+    ]
+    choice._matching_rows.cache_clear()
+    low, high = (
+        [choice._matching_rows("rms_norm", "cuda", dtype, name=n) for n in "AB"] for dtype in ("bfloat16", "float16")
+    )
+    assert low[0] == [(4096, "plain"), (0, "torch"), *low[1]] and high[0] == high[1] != low[0]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"devices": {"A": [{"kernel": "no"}]}}', json.dumps({"more": 1})])
+def test_a_damaged_file_counts_as_empty(cache: Path, text: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(text)
+    assert read_measured_rows("A") == []
+    write_measured_rows("A", [MeasuredRow(kernel="rotary", dtype="float32", least_elements=0, implementation="torch")])
+    assert len(read_measured_rows("A")) == 1
