@@ -454,7 +454,8 @@ def _is_private(dotted: str) -> bool:
 
 
 def positional_parameters(sources: Sources) -> Iterator[str]:
-    """A function takes at most three parameters by position, beyond `self`; the caller names the others."""
+    """A function takes at most three parameters by position, beyond `self`; the caller names the others. Triton knows
+    no other parameters than those by position."""
     unused_exemptions = dict.fromkeys(sources.positional_exempt)
     if sources.positional_exempt != sorted(unused_exemptions):
         yield f"{POSITIONAL_EXEMPT_FILE.name}: the lines are not sorted, or repeat"
@@ -462,7 +463,8 @@ def positional_parameters(sources: Sources) -> Iterator[str]:
         for name, node in _qualified_functions(tree, ""):
             parameters = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
             count = len(parameters) - (parameters[:1] in (["self"], ["cls"]))
-            if count > POSITIONAL_PARAMETERS:
+            is_kernel = any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
+            if count > POSITIONAL_PARAMETERS and not is_kernel:
                 qualified = f"{_module_name(path)}:{name}"
                 unused_exemptions.pop(qualified, None)
                 if qualified not in sources.positional_exempt:

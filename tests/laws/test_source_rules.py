@@ -125,6 +125,8 @@ CASES: list[tuple[str, dict[str, str], list[str]]] = [
         {A: "class C:\n    async def f(self, a, b, c, d=1): ..."},
         ["C.f: 4 positional parameters"],
     ),
+    ("positional_parameters", {A: "@triton.jit\ndef f(a, b, c, d): ..."}, []),
+    ("positional_parameters", {A: "@cache\ndef f(a, b, c, d): ..."}, ["f: 4 positional parameters"]),
     ("positional_parameters", {A: "def f():\n    def g(a, b, /, c, d): ..."}, ["f.g: 4 positional parameters"]),
 ]
 

@@ -1,19 +1,22 @@
 """The real rotation and the complex product that runs in its place."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from motet.models.arch.layers import RotaryEmbedding, apply_rotary
-from motet.models.kernels.choice import Implementation, kernels_forced
+from motet.models.kernels.choice import chosen, kernels_forced
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-def rotated(implementation: Implementation, heads: Tensor, rotations: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotated heads and the gradient of the heads."""
+def rotated(name: str, heads: Tensor, rotations: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotated heads and the gradient of the heads: by the plain definition, or by the product that a CPU runs."""
     leaf = heads.detach().requires_grad_()
-    with kernels_forced(implementation):
+    with kernels_forced("plain") if name == "plain" else nullcontext():
+        assert chosen("rotary", heads) == name
         y = apply_rotary(leaf, rotations)
     return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
 

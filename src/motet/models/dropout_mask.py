@@ -12,7 +12,7 @@ These are the rounds of the hash lowbias32 without its last shift, which only lo
 more, its high half makes another key.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from motet.core.seeds import derive_seed
+from motet.models.kernels.choice import Implementation, chosen, in_triton
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
 
@@ -42,7 +43,7 @@ def draw_mask(
         return keep.fill_(False).view(len(keys), *local_shape)
     uses_cache = device.type in ("cpu", "meta")
     columns = max(1, (_CPU_CHUNK * torch.get_num_threads() if uses_cache else _DEVICE_CHUNK) // len(keys))
-    first, indices = _local_indices(shape, spans, keep)
+    first, indices = _local_indices(shape, spans, count=keep.shape[1], device=device)
     for where, products, start in _chunks(first, indices, keep, columns=columns):
         keep[:, where] = _hashes(keys, products, start) >= smallest_kept
     return keep.view(len(keys), *local_shape)
@@ -70,18 +71,20 @@ def _mix(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return x
 
 
-def _local_indices(shape: Sequence[int], spans: Spans | None, keep: Tensor) -> tuple[int, Tensor | None]:
+def _local_indices(
+    shape: Sequence[int], spans: Spans | None, *, count: int, device: torch.device
+) -> tuple[int, Tensor | None]:
     """The index of the first local element; and those of all, unless they are consecutive in the row."""
     if spans is None:
         return 0, None
     first = last = 0
     for length, dim_spans in zip(shape, spans, strict=True):
         first, last = first * length + dim_spans[0][0], last * length + dim_spans[-1][1] - 1
-    if last - first + 1 == keep.shape[1] and all(len(dim_spans) == 1 for dim_spans in spans):
+    if last - first + 1 == count and all(len(dim_spans) == 1 for dim_spans in spans):
         return first, None
-    indices = torch.zeros((), dtype=torch.int64, device=keep.device)
+    indices = torch.zeros((), dtype=torch.int64, device=device)
     for length, dim_spans in zip(shape, spans, strict=True):
-        along = torch.cat([torch.arange(start, stop, device=keep.device) for start, stop in dim_spans])
+        along = torch.cat([torch.arange(start, stop, device=device) for start, stop in dim_spans])
         indices = indices.unsqueeze(-1) * length + along
     return 0, indices.flatten()
 
@@ -126,3 +129,31 @@ class _WhereKept(torch.autograd.Function):
 def where_kept(x: Tensor, keep: Tensor) -> Tensor:
     """x, or 0 where it is not kept. Backward keeps only the mask, one byte for each element."""
     return cast(Tensor, _WhereKept.apply(x, keep))  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def apply_mask(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p: float, spans: Spans | None = None) -> Tensor:
+    """x with the elements that `draw_mask` does not keep set to 0, and the others scaled by 1 / (1 - p)."""
+    return _APPLY_MASK[chosen("dropout", x)](x, keys, shape, p=p, spans=spans)
+
+
+def scaled_where_kept(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """x where it is kept, scaled by 1 / (1 - p)."""
+    return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
+
+
+def _draw_and_apply(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p: float, spans: Spans | None) -> Tensor:
+    keep = draw_mask(keys, shape, p, spans=spans, device=x.device)
+    return scaled_where_kept(x, keep.view(x.shape), p)
+
+
+def _apply_in_triton(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p: float, spans: Spans | None) -> Tensor:
+    smallest_kept = round(p * 2**32) - 2**31
+    if not x.numel() or smallest_kept >= 2**31 or prod(shape) > 2**32:
+        return _draw_and_apply(x, keys, shape, p=p, spans=spans)
+    first, indices = _local_indices(shape, spans, count=x.numel() // len(keys), device=x.device)
+    halves = torch.tensor([[key % 2**32, key >> 32] for key in keys]).to(torch.int32).to(x.device, non_blocking=True)
+    mask = in_triton("triton_dropout", "CounterMask")(halves, first, indices, smallest_kept, 1 / (1 - p))
+    return cast(Tensor, in_triton("triton_dropout", "drop_by_counter")(x, mask))
+
+
+_APPLY_MASK: dict[Implementation, Callable[..., Tensor]] = {"plain": _draw_and_apply, "triton": _apply_in_triton}

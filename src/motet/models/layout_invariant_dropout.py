@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
-from motet.models.dropout_mask import Spans, draw_mask, where_kept
+from motet.models.dropout_mask import Spans, apply_mask, draw_mask, scaled_where_kept
 from motet.models.mode_in_backward import BACKWARDS, backward_in_mode
 from motet.models.torch_private import is_active_mode, is_in_backward, softmax_or_zeros
 from motet.models.user_module import find_blocks
@@ -226,12 +226,14 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
             row_shape, spans = part.in_rows(row_shape, spans)
         site = self._next_site()
         keys = [derive_seed(self.seed, self.step, site, row) for row in self.rows]
+        if shape == list(x.shape) and not (self.on_mask or self.on_recomputed_mask):
+            return apply_mask(x, keys, row_shape, p=p, spans=spans)
         keep = draw_mask(keys, row_shape, p, spans=spans, device=x.device).view(shape)
         if self.on_mask and not is_in_backward():
             self.on_mask(site, keep, None if spans is None else (row_shape, spans))
         if self.on_recomputed_mask and is_in_backward():
             self.on_recomputed_mask(site, keep)
-        return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
+        return scaled_where_kept(x, keep, p)
 
     def attention_dropout(self, p: float, part: AttentionPart, device: torch.device) -> AttentionDropout:
         """The masks of the next site, for attention probabilities of which this rank computes a part."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,6 +25,12 @@ _CUDA_FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_b
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward inside of it is recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def runs_forward_alone(module: nn.Module) -> bool:
+    """Whether a call of a module runs the forward of its class and nothing else: no hooks, no replaced forward."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not (any(hooks) or "forward" in vars(module) or _has_any_global_hook())
 
 
 def is_active_mode(mode: TorchFunctionMode) -> bool:

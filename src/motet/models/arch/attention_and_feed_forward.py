@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from motet.models.arch.attention_core import dot_product_attention
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.key_value_cache import LayerCache
-from motet.models.arch.layers import RMSNorm, apply_activation, apply_rotary, build_norm, gated_activation
+from motet.models.arch.layers import RMSNorm, add_norm, apply_activation, apply_rotary, build_norm, gated_activation
 from motet.models.settings import TransformerSettings
 
 
@@ -116,7 +116,9 @@ class PreNormBlock(nn.Module):
     ) -> Tensor:
         """`encoded` is the output of the encoder and its mask. With a cache, x are the tokens after those in it."""
         options = {} if cache is None else {"cache": cache}
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary, **options))
+        change = self.dropout(self.attention(self.attention_norm(x), mask, rotary, **options))
         if encoded:
-            x = x + self.dropout(self.cross(self.cross_norm(x), *encoded))
-        return cast(Tensor, x + self.dropout(self.ffn(self.ffn_norm(x))))
+            x, normed = add_norm(x, change, self.cross_norm)
+            change = self.dropout(self.cross(normed, *encoded))
+        x, normed = add_norm(x, change, self.ffn_norm)
+        return cast(Tensor, x + self.dropout(self.ffn(normed)))

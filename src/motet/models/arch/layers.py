@@ -17,14 +17,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.kernels.choice import Implementation, chosen, kernel_device
+from motet.models.kernels.choice import Implementation, chosen, in_triton, kernel_device
 from motet.models.settings import ActivationName, RopeScalingSettings, TransformerSettings
+from motet.models.torch_private import runs_forward_alone
 
 _aten = torch.ops.aten
 
@@ -81,6 +82,7 @@ class _GatedActivationFunction(torch.autograd.Function):
 _GATED_ACTIVATION: dict[Implementation, Callable[[Tensor, ActivationName], Tensor]] = {
     "plain": _plain_gated_activation,
     "cpu": _GatedActivationFunction.apply,
+    "triton": in_triton("triton_gate", "gated_activation"),
 }
 
 
@@ -153,7 +155,20 @@ _RMS_NORM: dict[Implementation, Callable[[Tensor, Tensor, float], Tensor]] = {
     "plain": _plain_rms_norm,
     "cpu": _RMSNormFunction.apply,
     "torch": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+    "triton": in_triton("triton_norm", "rms_norm"),
 }
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + y and its norm: one kernel where the table has one, if a call of the norm would run nothing else."""
+    is_one_kernel = chosen("add_rms_norm", x) == "triton" and type(norm) is RMSNorm and runs_forward_alone(norm)
+    if is_one_kernel and x.dtype == y.dtype and x.shape == y.shape:
+        return cast(tuple[Tensor, Tensor], _ADD_RMS_NORM(x, y, norm.weight, eps=norm.eps))
+    total = x + y
+    return total, norm(total)
+
+
+_ADD_RMS_NORM = in_triton("triton_norm", "add_rms_norm")
 
 
 @dataclass(frozen=True)
@@ -178,10 +193,10 @@ class RotaryEmbedding:
 
 def apply_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
     """[..., T, heads, head_dim], rotated by the rotations of their positions; further components pass through."""
-    dims = 2 * rotations.shape[-2]
-    if dims < heads.shape[-1]:
+    dims, implementation = 2 * rotations.shape[-2], chosen("rotary", heads)
+    if dims < heads.shape[-1] and implementation != "triton":
         return torch.cat((apply_rotary(heads[..., :dims], rotations), heads[..., dims:]), -1)
-    return _ROTARY[chosen("rotary", heads)](heads, rotations)
+    return _ROTARY[implementation](heads, rotations)
 
 
 def _plain_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
@@ -200,7 +215,11 @@ def _complex_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
     return torch.view_as_real(rotated).flatten(-2).to(heads.dtype)
 
 
-_ROTARY: dict[Implementation, Callable[[Tensor, Tensor], Tensor]] = {"plain": _plain_rotary, "torch": _complex_rotary}
+_ROTARY: dict[Implementation, Callable[[Tensor, Tensor], Tensor]] = {
+    "plain": _plain_rotary,
+    "torch": _complex_rotary,
+    "triton": in_triton("triton_rotary", "rotary"),
+}
 
 
 def _scale_frequencies(frequencies: Tensor, s: RopeScalingSettings) -> Tensor:

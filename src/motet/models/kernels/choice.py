@@ -14,13 +14,14 @@ that name: then the rows of its file come first.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,7 +31,7 @@ from motet.core.text_files import write_file_atomically
 from motet.core.units import dtype_name
 from motet.core.user_cache import user_cache_folder
 
-KernelName = Literal["rms_norm", "rotary", "gated_activation"]
+KernelName = Literal["rms_norm", "add_rms_norm", "rotary", "gated_activation", "dropout"]
 Implementation = Literal["plain", "cpu", "torch", "triton"]
 
 
@@ -49,11 +50,16 @@ class KernelRow:
 _CPU_NORM = "measured: 4096 x 256, one thread: 1.5 ms instead of 7.7 in float32, 3.0 instead of 10.2 in bfloat16"
 _CPU_GATE = "measured: 4096 x 688 float32, one thread: 12 ms instead of 19-33 by autograd"
 _ONE_PRODUCT = "one complex product in place of six kernels"
+_LAUNCHES = "assumed: launches of fewer elements take longer than the bytes that they save; no GPU has run it"
+_NARROW = ("float32", "bfloat16", "float16")  # float64 is for comparisons: there a kernel does not change bits
 _ROWS: tuple[KernelRow, ...] = (
+    *(KernelRow(kernel, "cuda", "triton", _LAUNCHES, _NARROW, 2**16) for kernel in get_args(KernelName)),
     KernelRow("rms_norm", "cpu", "cpu", _CPU_NORM),
     KernelRow("rms_norm", "any", "torch", "a fused kernel of torch"),
     KernelRow("gated_activation", "any", "cpu", _CPU_GATE),
     KernelRow("rotary", "any", "torch", _ONE_PRODUCT),
+    KernelRow("add_rms_norm", "any", "plain", "an addition, and the norm by its own row"),
+    KernelRow("dropout", "any", "plain", "the mask is drawn, and kept for backward"),
 )
 
 _forced: Implementation | None = None
@@ -71,21 +77,34 @@ def chosen(kernel: KernelName, x: Tensor) -> Implementation:
     if _forced is not None and not x.is_meta:
         return _forced
     device = kernel_device(x)
-    name = torch.cuda.get_device_name(x.device) if device == "cuda" else ""
-    elements = x.numel()
+    name, elements = _device_name(x.device) if device == "cuda" else "", x.numel()
     rows = _matching_rows(kernel, device, dtype_name(x.dtype), name=name)
     return next(implementation for least, implementation in rows if elements >= least)
 
 
+def in_triton(module: str, name: str) -> Callable[..., Any]:
+    """A function of a file with kernels in Triton, which is imported when the function is called."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return getattr(import_module(f"motet.models.kernels.{module}"), name)(*arguments, **named)
+
+    return call
+
+
 @contextmanager
-def kernels_forced(implementation: Implementation) -> Iterator[None]:
-    """Run one implementation of every kernel, in all threads: for tests and measurements."""
+def kernels_forced(implementation: Literal["plain", "triton"]) -> Iterator[None]:
+    """Run this implementation of every kernel, in all threads: for tests and measurements."""
     global _forced
     before, _forced = _forced, implementation
     try:
         yield
     finally:
         _forced = before
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 @cache
