@@ -72,11 +72,9 @@ class Batch:
         """The same batch on another device, without its rows. Targets and documents are counted on the host, where
         nothing waits."""
         count = int(self.weights.count_nonzero()) if self.weights.device.type == "cpu" else self.target_count
-        documents = self.documents
+        documents, document_count = self.documents, self.document_count
         if documents is not None and documents.device.type == "cpu":
             document_count = len(documents) + int((documents[:, 1:] != documents[:, :-1]).count_nonzero())
-        else:
-            document_count = self.document_count
         moved: dict[str, Any] = {
             name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"
         }

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models.small_models import built
 from torch import Tensor
 
+from models.small_models import built
 from motet.core.batch import Batch
 from motet.models.arch import attention_core
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask

@@ -61,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: Sco
 
 
 def choose_kernel(
-    mask: AttentionMask, x: Tensor, shape: torch.Size, document_count: int | None = None
+    mask: AttentionMask, x: Tensor, shape: torch.Size, *, document_count: int | None = None
 ) -> AttentionMask:
     """The mask, which knows the kernel of variable length for activations like x if there is one. Called before the
     blocks, so that no block makes the starts of documents again. `shape` is [R, T]."""

@@ -101,7 +101,7 @@ class AttentionMask:
             is_start = torch.ones_like(documents, dtype=torch.bool)
             is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
             count = int(is_start.count_nonzero()) if count is None else count
-            number = is_start.flatten().cumsum(0) - 1  # Of the document of each token
+            number = is_start.flatten().cumsum(0) - 1  # The number of the document of each token
             starts = torch.searchsorted(number, torch.arange(count + 1, device=device))
         elif self.window is not None and self.window < length:
             starts = torch.arange(0, rows * length + 1, length, device=device)

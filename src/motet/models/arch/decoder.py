@@ -67,7 +67,9 @@ class CausalDecoder(nn.Module):
         x = self.embedding(tokens)
         x = self.dropout(x + self.positions(positions) if s.positions == "learned" else x)
         rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
-        mask = choose_kernel(causal_mask(documents, places, s.sliding_window), x, tokens.shape, document_count)
+        mask = choose_kernel(
+            causal_mask(documents, places, s.sliding_window), x, tokens.shape, document_count=document_count
+        )
         for block in self.blocks:
             x = block(x, mask, rotary)
         return cast(Tensor, self.norm(x))

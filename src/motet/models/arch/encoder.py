@@ -68,7 +68,9 @@ class BidirectionalEncoder(nn.Module):
         if self.settings.token_types:
             x = x + self.token_types.weight[0]
         features: Tensor = self.dropout(self.embedding_norm(x))
-        mask = choose_kernel(bidirectional_mask(documents, documents), features, tokens.shape, document_count)
+        mask = choose_kernel(
+            bidirectional_mask(documents, documents), features, tokens.shape, document_count=document_count
+        )
         for block in self.blocks:
             features = block(features, mask)
         return features
