@@ -48,7 +48,7 @@ is damaged or another user's counts as empty.
 Under Triton's interpreter on a CPU, every kernel of this page and its gradients equal formulas in float64 to 1e-12, for
 odd sizes and strides; a step of the built-in `tiny` with all of them equals the plain one. A test compiles every
 launch for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts what they save.
-**No GPU has run them yet**: their speed, and the rounding of bfloat16, which the interpreter truncates, are not checked.
+**No GPU has run them yet**: their speed is not checked, nor the rounding of bfloat16, which the interpreter truncates.
 The planned memory of dropout on a GPU counts a mask of one byte for each element, which these kernels do not keep.
 """
 
