@@ -31,7 +31,7 @@ from motet.core.text_files import write_file_atomically
 from motet.core.units import dtype_name
 from motet.core.user_cache import user_cache_folder
 
-KernelName = Literal["rms_norm", "add_rms_norm", "rotary", "gated_activation", "dropout"]
+KernelName = Literal["rms_norm", "add_rms_norm", "rotary", "gated_activation", "dropout", "cross_entropy", "adamw"]
 Implementation = Literal["plain", "cpu", "torch", "triton"]
 
 
@@ -60,6 +60,8 @@ _ROWS: tuple[KernelRow, ...] = (
     KernelRow("rotary", "any", "torch", _ONE_PRODUCT),
     KernelRow("add_rms_norm", "any", "plain", "an addition, and the norm by its own row"),
     KernelRow("dropout", "any", "plain", "the mask is drawn, and kept for backward"),
+    KernelRow("cross_entropy", "any", "plain", "a softmax over chunks of rows, which overwrites the logits"),
+    KernelRow("adamw", "any", "torch", "a fused kernel of torch, after a cast and a product, and before another cast"),
 )
 
 _forced: Mapping[KernelName, Implementation] = {}
