@@ -6,8 +6,8 @@ from pages import markdown_table
 PAGE = "reference/kernels.md"
 _INTRODUCTION = """# Kernels
 
-Norms, rotary positions, gates, dropout and losses stream memory: their time is that of the bytes that they read and
-write. Each has a *plain* definition in ordinary operations of PyTorch, and implementations that equal it. A table
+Norms, rotary positions, gates, dropout, losses and updates stream memory: their time is that of the bytes that they
+read and write. Each has a *plain* definition in ordinary operations of PyTorch, and implementations that equal it. A table
 chooses one for the kernel, the type of device, the dtype and the number of elements; no model asks for a device.
 
 | implementation | what it is |
@@ -31,6 +31,7 @@ _REST = """
 | `rotary` | pairs of components turned by their position; any strides | nothing but the rotations |
 | `gated_activation` | act(gate) * up for silu, gelu, gelu_tanh, relu and relu_squared | its input |
 | `dropout` | the [masks of any layout](../guide/models.md#dropout), bit by bit | no mask: backward draws it again |
+| `cross_entropy`, `adamw` | [losses of logits, and updates](../guide/precision.md#cross-entropy-and-adamw-on-gpus) | |
 
 An addition and its norm stay two steps where a hook is on the norm, as sequence parallelism has them, and for layer
 norms. A sum that the norm reads is rounded first, as in the plain definition. A dropout draws its mask on its own where
