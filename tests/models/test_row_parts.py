@@ -146,7 +146,7 @@ def test_embeddings_angles_and_masks_of_a_part_are_those_of_the_whole(
         assert torch.equal(dense(part_mask, len(at)), dense(mask, LENGTH)[:, :, at][..., at])
         rotary, part_rotary = (each[0] if each else None for each in (others, part_others))
         assert (rotary is None) == (name != "rotary" and name != "window")
-        assert rotary is None or torch.equal(part_rotary, rotary[..., at, :, :])
+        assert rotary is None or torch.equal(part_rotary, rotary[..., at, :, :, :])
 
 
 def check_part_that_is_a_document(model: TrainableModel) -> None:

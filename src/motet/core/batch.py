@@ -33,6 +33,8 @@ class Batch:
     row_tokens: int | None = None  # The number of tokens of each whole row, where the batch is a part of it
     # The number of weights that are not zero, if they were counted before the batch moved to a device.
     target_count: int | None = None
+    # The number of documents in all rows, if they were counted before the batch moved to a device.
+    document_count: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,7 +51,7 @@ class Batch:
             name: getattr(self, name) for name in ("tokens", "targets", "weights", "positions", "documents")
         }
         cut: dict[str, Any] = {name: t[:, places] for name, t in by_place.items() if t is not None and t.ndim == 2}
-        part = replace(self, places=places, target_count=None, row_tokens=self.tokens.shape[1])
+        part = replace(self, places=places, target_count=None, document_count=None, row_tokens=self.tokens.shape[1])
         return replace(part, row_documents=self.documents, **cut)
 
     def first_tokens(self, rows: int, tokens: int, source_tokens: int) -> Batch:
@@ -57,21 +59,31 @@ class Batch:
         tensors = {name: t[:rows] for name, t in self.tensors().items()}
         lengths = {name: source_tokens if name.startswith("source") else tokens for name in tensors}
         cut: dict[str, Any] = {name: t[:, : lengths[name]] if t.ndim == 2 else t for name, t in tensors.items()}
-        return replace(self, target_count=None, **cut)
+        return replace(self, target_count=None, document_count=None, **cut)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the batch by name."""
-        names = (field.name for field in fields(self) if field.name not in ("target_count", "row_tokens"))
+        counts = ("target_count", "document_count", "row_tokens")
+        names = (field.name for field in fields(self) if field.name not in counts)
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
+    def pinned(self) -> Batch:
+        """The same batch in pinned memory, from which a GPU copies while the host goes on; `rows` stays."""
+        pinned: dict[str, Any] = {name: t.pin_memory() for name, t in self.tensors().items() if name != "rows"}
+        return replace(self, **pinned)
+
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device, without its rows. Targets are counted on the host, where nothing waits."""
+        """The same batch on another device, without its rows. Targets and documents are counted on the host, where
+        nothing waits."""
         count = int(self.weights.count_nonzero()) if self.weights.device.type == "cpu" else self.target_count
+        documents, document_count = self.documents, self.document_count
+        if documents is not None and documents.device.type == "cpu":
+            document_count = len(documents) + int((documents[:, 1:] != documents[:, :-1]).count_nonzero())
         moved: dict[str, Any] = {
             name: t.to(device, non_blocking=True) for name, t in self.tensors().items() if name != "rows"
         }
-        return replace(self, target_count=count, **moved)
+        return replace(self, target_count=count, document_count=document_count, **moved)
 
 
 class BatchSource(Protocol):

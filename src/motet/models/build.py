@@ -280,8 +280,8 @@ def _no_randomness(step: int, rows: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _transformer_inputs(batch: Batch, settings: TransformerSettings) -> dict[str, Tensor | None]:
-    names = ["tokens", "positions", "documents", "places"]
+def _transformer_inputs(batch: Batch, settings: TransformerSettings) -> dict[str, Any]:
+    names = ["tokens", "positions", "documents", "places", "document_count"]
     if isinstance(settings, EncoderDecoderSettings):
         if batch.source is None:
             raise InputError("an encoder-decoder reads a source besides its tokens; set data.objective = 'spans'")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import built
 from torch import Tensor
 
+from models.small_models import built
 from motet.core.batch import Batch
 from motet.models.arch import attention_core
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
@@ -105,6 +105,30 @@ def test_the_starts_of_documents_are_made_once_for_all_layers(monkeypatch: pytes
     with use_float64():
         loss_and_gradients(MODELS["groups"], batch_of(DOCUMENTS, DOCUMENTS.shape))
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_batch_counts_its_documents_before_it_moves(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the host would wait for the number."""
+    batch = batch_of(DOCUMENTS if packs else None, DOCUMENTS.shape)
+    moved = batch.to("meta")
+    assert moved.document_count == moved.to("meta").document_count == (8 if packs else None)
+    assert batch.to("cpu").first_tokens(2, 13, 0).document_count is None
+    fill_seam(monkeypatch)
+    counts = list[Any]()
+    monkeypatch.setattr(AttentionMask, "use_kernel", lambda *_, count, **__: counts.append(count))
+    monkeypatch.setattr(AttentionMask, "dense", lambda *_, **__: None)
+    for name in ("groups", "encoder"):
+        built(MODELS[name], 3).loss_sum(batch.to("cpu"))
+    assert counts == [moved.document_count] * 2
+
+
+@pytest.mark.parametrize("count", [8, None])
+def test_starts_of_documents(count: int | None) -> None:
+    mask = causal_mask(DOCUMENTS)
+    mask.use_kernel(SequencesOneByOne(), 3, 13, device=torch.device("cpu"), count=count)
+    assert mask.sequence is not None
+    assert mask.sequence.starts.tolist() == [0, 5, 6, 13, 26, 27, 28, 29, 39]
 
 
 def _learned_bias(mask: AttentionMask) -> AttentionMask:

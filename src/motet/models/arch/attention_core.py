@@ -61,11 +61,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: Sco
         attention_exchange.reset(running)
 
 
-def choose_kernel(mask: AttentionMask, x: Tensor, shape: torch.Size) -> AttentionMask:
+def choose_kernel(
+    mask: AttentionMask, x: Tensor, shape: torch.Size, *, document_count: int | None = None
+) -> AttentionMask:
     """The mask, which knows the kernel of variable length for activations like x if there is one. Called before the
-    blocks, so that no block waits for the number of documents or makes their starts again. `shape` is [R, T]."""
+    blocks, so that no block makes the starts of documents again. `shape` is [R, T]."""
     if attention_exchange.get() is None and (kernel := variable_length_kernel(x)) is not None:
-        mask.use_kernel(kernel, *shape, device=x.device)
+        mask.use_kernel(kernel, *shape, device=x.device, count=document_count)
     return mask
 
 

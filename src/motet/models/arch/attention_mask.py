@@ -81,10 +81,18 @@ class AttentionMask:
         mask.bias, mask._dense, mask.sequence = bias, {}, None
         return mask
 
-    def use_kernel(self, kernel: VariableLengthKernel, rows: int, length: int, *, device: torch.device) -> None:
+    def use_kernel(
+        self,
+        kernel: VariableLengthKernel,
+        rows: int,
+        length: int,
+        *,
+        device: torch.device,
+        count: int | None = None,
+    ) -> None:
         """Let a kernel compute attention of documents or windows, if it takes the mask: queries and keys are the same
-        whole rows, and equal numbers of documents are neighbours. On a device the host waits for the number of
-        documents, once for all layers."""
+        whole rows, and equal numbers of documents are neighbours. Without the number of documents in all rows the host
+        waits for it, once for all layers."""
         documents = self.queries.documents
         has_other_rule = self.bias is not None or self.sees_all is not None or documents is not self.keys.documents
         if has_other_rule or not self.has_kernel_order:
@@ -92,8 +100,9 @@ class AttentionMask:
         if documents is not None:
             is_start = torch.ones_like(documents, dtype=torch.bool)
             is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
-            starts = is_start.flatten().nonzero().flatten()
-            starts = torch.cat((starts, starts.new_full((1,), rows * length)))
+            count = int(is_start.count_nonzero()) if count is None else count
+            number = is_start.flatten().cumsum(0) - 1  # The number of the document of each token
+            starts = torch.searchsorted(number, torch.arange(count + 1, device=device))
         elif self.window is not None and self.window < length:
             starts = torch.arange(0, rows * length + 1, length, device=device)
         else:

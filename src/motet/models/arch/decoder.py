@@ -43,8 +43,9 @@ class CausalDecoder(nn.Module):
         documents: Tensor | None = None,
         *,
         places: Tensor | None = None,
+        document_count: int | None = None,
     ) -> Tensor:
-        features = self.features(tokens, positions, documents, places=places)
+        features = self.features(tokens, positions, documents, places=places, document_count=document_count)
         return cast(Tensor, self.projection(features, self.head_weight()))
 
     def features(
@@ -54,9 +55,11 @@ class CausalDecoder(nn.Module):
         documents: Tensor | None = None,
         *,
         places: Tensor | None = None,
+        document_count: int | None = None,
     ) -> Tensor:
         """[R, T, H], the input of the head. By default each row is one document, and positions are places in the row.
-        By default tokens are whole rows; `places` [T] are those of a part, which attends to itself."""
+        By default tokens are whole rows; `places` [T] are those of a part, which attends to itself. With the
+        number of documents in all rows, no kernel waits for it."""
         s = self.settings
         check_sequence_length(tokens, s.context)
         if positions is None:
@@ -64,7 +67,9 @@ class CausalDecoder(nn.Module):
         x = self.embedding(tokens)
         x = self.dropout(x + self.positions(positions) if s.positions == "learned" else x)
         rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
-        mask = choose_kernel(causal_mask(documents, places, s.sliding_window), x, tokens.shape)
+        mask = choose_kernel(
+            causal_mask(documents, places, s.sliding_window), x, tokens.shape, document_count=document_count
+        )
         for block in self.blocks:
             x = block(x, mask, rotary)
         return cast(Tensor, self.norm(x))

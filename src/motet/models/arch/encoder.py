@@ -43,8 +43,9 @@ class BidirectionalEncoder(nn.Module):
         documents: Tensor | None = None,
         *,
         places: Tensor | None = None,
+        document_count: int | None = None,
     ) -> Tensor:
-        features = self.features(tokens, positions, documents, places=places)
+        features = self.features(tokens, positions, documents, places=places, document_count=document_count)
         if self.settings.head == "masked":
             hidden = self.transform_features(features)
             return cast(Tensor, self.projection(hidden, self.head_weight(), self.head["bias"]))
@@ -57,6 +58,7 @@ class BidirectionalEncoder(nn.Module):
         documents: Tensor | None = None,
         *,
         places: Tensor | None = None,
+        document_count: int | None = None,
     ) -> Tensor:
         """[R, T, H], the output of the last block. Defaults are those of the decoder."""
         check_sequence_length(tokens, self.settings.context)
@@ -66,7 +68,9 @@ class BidirectionalEncoder(nn.Module):
         if self.settings.token_types:
             x = x + self.token_types.weight[0]
         features: Tensor = self.dropout(self.embedding_norm(x))
-        mask = choose_kernel(bidirectional_mask(documents, documents), features, tokens.shape)
+        mask = choose_kernel(
+            bidirectional_mask(documents, documents), features, tokens.shape, document_count=document_count
+        )
         for block in self.blocks:
             features = block(features, mask)
         return features

@@ -1,7 +1,7 @@
 """Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
 The fused loss holds the logits of one block of rows. It computes the gradients of the head's input and weight in the
-forward pass; in float16 in the backward pass, which knows the scale of the loss. Softmax runs over chunks that stay in
-the cache and overwrites the logits with their errors. Softmax and loss are in float32 at least.
+forward pass; in float16 in the backward pass, which knows the scale of the loss. Softmax overwrites the logits with
+their errors, in one kernel or over chunks that stay in the cache. Softmax and loss are in float32 at least.
 
 Ranks that split the vocabulary compute the logits of their entries and never exchange them: for each block they reduce
 the log-sum-exp of each row and the logit of its target. Padding after the entries takes no part, whatever its values.
@@ -9,7 +9,7 @@ the log-sum-exp of each row and the logit of its target. Padding after the entri
 The vocabulary entries that a rank holds, where tensor-parallel ranks split them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,7 @@ from motet.models.arch.logit_slices import (
     SOFTMAX_CHUNK_BYTES,
     even_row_slices,
 )
+from motet.models.kernels.choice import Implementation, chosen, in_triton
 
 
 class VocabularyShard(Protocol):
@@ -238,6 +239,10 @@ def _losses(
         for rows in _softmax_chunks(logits) if overwrite_with_errors else ():
             _write_errors(logits[rows], logsumexp[rows], targets[rows], vocabulary=vocabulary, output=logits[rows])
         return losses
+    return _ROW_LOSSES[chosen("cross_entropy", logits)](logits, targets, overwrites=overwrite_with_errors)
+
+
+def _plain_losses(logits: Tensor, targets: Tensor, *, overwrites: bool) -> Tensor:
     # Allocated before the chunks, because small tensors between large ones would keep malloc from using memory again.
     losses = logits.new_empty(len(logits), 1, dtype=accumulation_dtype(logits))
     for rows in _softmax_chunks(logits):
@@ -247,10 +252,16 @@ def _losses(
         largest, argmax = chunk.max(dim=1, keepdim=True)
         logsumexp = largest.to(losses.dtype) - probabilities.gather(1, argmax).log()
         torch.sub(logsumexp, chunk.gather(1, target).to(losses.dtype), out=losses[rows])
-        if overwrite_with_errors:
+        if overwrites:
             probabilities.scatter_add_(1, target, torch.full_like(logsumexp, -1.0))
             chunk.copy_(probabilities)
     return losses
+
+
+_ROW_LOSSES: dict[Implementation, Callable[..., Tensor]] = {
+    "plain": _plain_losses,
+    "triton": in_triton("triton_cross_entropy", "losses_of_rows"),
+}
 
 
 def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -260,17 +271,28 @@ def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularySh
         outside = targets[(targets < 0) | (targets >= size)]
         problem = f"target {outside[:1].tolist()} is outside of the vocabulary, which has {size} entries"
         check_input(not len(outside), f"{problem}; make the vocabulary larger, or take another tokenizer")
-    local = logits.new_empty(len(logits), 1, dtype=accumulation_dtype(logits))
-    for rows in _softmax_chunks(logits):
-        local[rows] = logits[rows].to(local.dtype).logsumexp(dim=1, keepdim=True)
+    local, target_logit = _STATISTICS[chosen("cross_entropy", logits)](logits, *_local_targets(targets, vocabulary))
     largest = vocabulary.all_reduce(local.clone(), "max")  # Without it, exponentials of large logits overflow
-    column, is_here = _local_targets(targets, vocabulary)
-    target_logit = torch.zeros_like(local)
-    if logits.shape[1]:  # A rank whose share is all padding has no logit
-        target_logit = torch.where(is_here, logits.gather(1, column).to(local.dtype), target_logit)
     sums = vocabulary.all_reduce(torch.stack([(local - largest).exp(), target_logit]), "sum")
     logsumexp = largest + sums[0].log()
     return logsumexp, logsumexp - sums[1]
+
+
+def _plain_statistics(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp of each row, and its logit at the target, 0 where the target is not here; all [N, 1]."""
+    local = logits.new_empty(len(logits), 1, dtype=accumulation_dtype(logits))
+    for rows in _softmax_chunks(logits):
+        local[rows] = logits[rows].to(local.dtype).logsumexp(dim=1, keepdim=True)
+    target_logit = torch.zeros_like(local)
+    if logits.shape[1]:  # A rank whose share is all padding has no logit
+        target_logit = torch.where(is_here, logits.gather(1, column).to(local.dtype), target_logit)
+    return local, target_logit
+
+
+_STATISTICS: dict[Implementation, Callable[..., tuple[Tensor, Tensor]]] = {
+    "plain": _plain_statistics,
+    "triton": in_triton("triton_cross_entropy", "statistics_of_rows"),
+}
 
 
 def _write_errors(
@@ -284,10 +306,23 @@ def _write_errors(
 ) -> None:
     """Probabilities of this rank's entries, minus 1 at the target where it is one of them, times the scale."""
     column, is_here = _local_targets(targets, vocabulary)
+    write = _ERRORS[chosen("cross_entropy", logits)]
+    write(logits, logsumexp, column, is_here=is_here, output=output, scale=scale)
+
+
+def _plain_errors(
+    logits: Tensor, logsumexp: Tensor, column: Tensor, *, is_here: Tensor, output: Tensor, scale: Tensor | None
+) -> None:
     probabilities = (logits.to(logsumexp.dtype) - logsumexp).exp_()
     if logits.shape[1]:
         probabilities.scatter_add_(1, column, -is_here.to(logsumexp.dtype))
     output.copy_(probabilities if scale is None else probabilities.mul_(scale))
+
+
+_ERRORS: dict[Implementation, Callable[..., None]] = {
+    "plain": _plain_errors,
+    "triton": in_triton("triton_cross_entropy", "write_errors"),
+}
 
 
 def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -298,6 +333,9 @@ def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor
 
 
 def _softmax_chunks(logits: Tensor) -> Iterator[slice]:
+    """Rows whose probabilities exist together; all rows where a kernel overwrites the logits without a copy."""
+    if chosen("cross_entropy", logits) == "triton":
+        return iter((slice(0, len(logits)),))
     budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
     row_bytes = accumulation_dtype(logits).itemsize * logits.shape[1]
     return even_row_slices(logits.shape[0], budget // max(row_bytes, 1))

@@ -274,6 +274,7 @@ class BucketedDataParallel:
             named[m.name]: i for i, each in enumerate(self._buckets) for m in each.members
         }
         self.update_masters: MasterUpdate = no_update  # The optimizer sets it
+        self.update_casts = False  # Whether the optimizer writes masters to the parameters that compute, too
         self._ready_buckets, self._next_bucket = set[int](), 0
         self._is_first_microbatch, self._is_last_microbatch, self._accumulates = True, True, False
         # Lets each module wait only for the buckets that it uses, once a forward was recorded.
@@ -430,7 +431,8 @@ class BucketedDataParallel:
         for index, action in enumerate(self._step_actions):
             if action.kind == "update":
                 self.update_masters(dict(enumerate(self.local_gradients())))
-                self.flat_parameters.cast_masters()
+                if not self.update_casts:
+                    self.flat_parameters.cast_masters()
             elif action.is_gather:
                 self._start_gathers(action, self._step_actions[index + 1 :])
                 break
@@ -532,7 +534,8 @@ class BucketedDataParallel:
             slice_ids = [i for i, each in enumerate(slices) if each.bucket_id == bucket_id]
             gradients = self.local_gradients()
             self.update_masters({i: gradients[i] for i in slice_ids})
-            self.flat_parameters.cast_masters([slices[i] for i in slice_ids])
+            if not self.update_casts:
+                self.flat_parameters.cast_masters([slices[i] for i in slice_ids])
         if self._gather_order:  # a forward that has used the bucket already gets an error of autograd
             self.flat_parameters.bump_versions(bucket_id)
 

@@ -66,6 +66,18 @@ class CompositeDataParallel:
         for engine, (start, _) in zip(self.engines, self._ranges(), strict=True):
             engine.update_masters = partial(_update_offset, start=start, update_masters=update_masters)
 
+    def let_update_cast(self) -> list[Tensor | None]:
+        """Leave it to the update to write each master to the elements that compute, which are returned; None where
+        masters are these elements, or are cast when they are gathered."""
+        targets = list[Tensor | None]()
+        for engine in self.engines:
+            if isinstance(engine, BucketedDataParallel):
+                engine.update_casts = True
+                targets += engine.flat_parameters.cast_targets()
+            else:
+                targets += [None] * len(engine.local_masters)
+        return targets
+
     def begin_step(self) -> None:
         for engine in self.engines:
             engine.begin_step()

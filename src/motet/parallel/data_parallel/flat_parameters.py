@@ -266,6 +266,11 @@ class FlatParameters:
         """The elements of each optimizer slice with which the device computes."""
         return [Target(partial(self.compute.__getitem__, each.flat_slice)) for each in self.optimizer_slices]
 
+    def cast_targets(self) -> list[Tensor | None]:
+        """The elements with which the device computes, for each master that is cast; None for masters that are them."""
+        targets = (self.compute[each.flat_slice] for each in self.optimizer_slices)
+        return [None if self._shares_storage else target for target in targets]
+
     def slices_of_buckets(self) -> list[list[int]]:
         """The indices of the optimizer slices of each bucket."""
         indices: list[list[int]] = [[] for _ in self.buckets]

@@ -30,6 +30,7 @@ from motet.train.optimizer.compact_moments_optimizer import (
     elementwise_update,
 )
 from motet.train.optimizer.module_plan import ParameterGroupKey, grouped_parameters
+from motet.train.optimizer.one_pass_adamw import OnePassAdamW, takes_one_pass
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.pending_gradients import KIND, RATE, PendingGradients
 
@@ -120,6 +121,10 @@ class ShardedOptimizer:
         if states is not None and states.delays:
             self._pending = PendingGradients(self._masters, states.host_tensor)
             states.make_room_to_stage()
+        self._one_pass: OnePassAdamW | None = None
+        is_torchs = not (reproducible_group or states or self._compact)
+        if is_torchs and masters and takes_one_pass(settings, self._masters):
+            self._one_pass = OnePassAdamW(self._optimizer, settings, sharded_parameters.let_update_cast())
         self._queued = dict[int, Tensor]()  # The gradients of masters that the host has yet to update
         sharded_parameters.set_optimizer(self._update_masters)
 
@@ -243,7 +248,9 @@ class ShardedOptimizer:
     def _update_masters(self, gradients: Mapping[int, Tensor]) -> None:
         """Gradients are cast, then scaled. Slices that need a cast are updated one by one, to save memory. The host
         updates slice by slice, for values that the device waits for."""
-        if self.states is None:
+        if self._one_pass is not None:
+            self._update_in_one_pass(gradients)
+        elif self.states is None:
             self._update_in_memory(gradients)
         elif self._pending is not None:
             self.before_update(gradients)
@@ -300,6 +307,18 @@ class ShardedOptimizer:
         self.states.update(index, update, following)
         if step is not None:
             step += 1
+
+    def _update_in_one_pass(self, gradients: Mapping[int, Tensor]) -> None:
+        assert self._one_pass is not None
+        self.before_update(gradients)
+        masters = {index: self._masters[index] for index in gradients}
+        if self._captured is not None:
+            scaled = ((index, gradients[index].to(master.dtype)) for index, master in masters.items())
+            self._capture({index: gradient * self._gradient_scale for index, gradient in scaled})
+        states = {index: self._optimizer_state(master) for index, master in masters.items()}
+        torch._foreach_add_([state["step"] for state in states.values()], 1)
+        with torch.no_grad():
+            self._one_pass.update(masters, gradients, states, scale=self._gradient_scale)
 
     def _update_in_memory(self, gradients: Mapping[int, Tensor]) -> None:
         self.before_update(gradients)
