@@ -5,7 +5,7 @@ import json
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,13 +70,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-def job_of(family: str, folder: Path, layout: str = "") -> Job:
+def job_of(family: str, folder: Path, layout: str = "", more_config: Mapping[str, Any] | None = None) -> Job:
     """A job of a small model with random weights, in float64."""
     from train.runs import small_job
 
     architecture, config, more = FAMILIES[family]
     where = Path(tempfile.mkdtemp(dir=folder))
-    (where / "config.json").write_text(json.dumps({"model_type": family, "architectures": [architecture], **config}))
+    config = {"model_type": family, "architectures": [architecture], **config, **(more_config or {})}
+    (where / "config.json").write_text(json.dumps(config))
     words = [f"layout.{word}" for word in layout.split()]
     common = ["data.sequence_length=24", "data.batch_sequences=8", f"model={{factory='hf:{where}'}}"]
     return small_job(folder, *common, *more, *words)

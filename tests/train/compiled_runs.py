@@ -1,12 +1,14 @@
 """Training of small jobs whose blocks are compiled, on a rank of the pool."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from motet.models import torch_private
+from motet.models.compilation import compiled_blocks
 from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
 from motet.train import compiled_job, engine
@@ -30,9 +32,10 @@ def as_traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: Any)
     return aot_eager(graph, inputs)
 
 
-def train_compiled(group: RankGroup, job: Job, steps: int = 3, *, code: bool = False) -> CompiledRun:
+def train_compiled(group: RankGroup, job: Job, steps: int = 3, *, code: bool = False, traces_modes: bool = False) -> CompiledRun:
     """Train with compiled blocks, also in float64, where the numbers of layouts can be compared; with `code` by torch's
-    compiler, else by the kernels of its graphs."""
+    compiler, else by the kernels of its graphs. With `traces_modes` graphs have the mode that makes float32 in a module
+    float64."""
     torch._dynamo.reset()
     compiled = list[CompiledBlocks]()
 
@@ -45,6 +48,7 @@ def train_compiled(group: RankGroup, job: Job, steps: int = 3, *, code: bool = F
         warnings.catch_warnings(),
         patch.object(compiled_job, "UNCOMPILED_DTYPES", ()),
         patch.object(engine, "compile_blocks_of_job", keep),
+        patch.object(compiled_blocks, "without_function_modes", nullcontext) if traces_modes else nullcontext(),
         patch.object(torch_private, "generate_code", torch_private.generate_code if code else as_traced),
     ):
         warnings.simplefilter("ignore")
