@@ -40,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def sections_for(device: str, folder: str) -> list[Section]:
     """All sections, in the order in which they run; the seconds are shares of 300."""
+    from gpu_checks.kernel_rows import kernel_rows
     from gpu_checks.model_rows import host_model_rows, model_rows, plan_rows, wait_rows
     from gpu_checks.parity_rows import host_rows, layout_rows, parity_rows
     from gpu_checks.speed_rows import block_rows, more_rate_rows, rate_rows
@@ -50,6 +51,7 @@ def sections_for(device: str, folder: str) -> list[Section]:
         Section("Correctness", 50, parity_rows(device, folder)),
         Section(LAYOUTS, 95, layout_rows(device, folder)),
         Section("Blocks, forward and backward in bf16", 20, block_rows(device)),
+        Section("Kernels of a block in bf16, forward and backward", 30, kernel_rows(device)),
         Section("Models, bf16 with float32 masters and AdamW", 45, model_rows(device)),
         Section("Plan against measurement", 40, plan_rows(device)),
         Section("More rates", 15, more_rate_rows(device)),
@@ -129,7 +131,9 @@ def check_device(arguments: argparse.Namespace, folder: str) -> int:
     from motet.cli.environment_variables import set_device_variables, set_environment_variables
 
     set_device_variables(reproducible=True)
-    set_environment_variables({"PYTHONPATH": os.pathsep.join(sys.path[:4]), "HF_HUB_OFFLINE": "1"})
+    interpreter = {"TRITON_INTERPRET": "1"} if arguments.device == "cpu" else {}
+    path = os.pathsep.join(sys.path[:4])
+    set_environment_variables({"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **interpreter})
     import torch
 
     device = arguments.device

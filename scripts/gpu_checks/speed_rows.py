@@ -21,7 +21,7 @@ _TOKENS = {"cuda": 4096, "cpu": 64}
 PEAK_ROW, BANDWIDTH_ROW = "bf16 matmul, measured peak", "memory bandwidth"
 
 
-def _seconds(call: Callable[[], object], device: str, calls: int = 1) -> float:
+def seconds_of(call: Callable[[], object], device: str, calls: int = 1) -> float:
     """The median time of a call, of several in a row that the host need not wait for, after two rounds of warm-up."""
     import torch
 
@@ -50,7 +50,7 @@ def matmul_flops(device: str, rows: int, inner: int, columns: int, is_float8: bo
     else:
         a, b = a.bfloat16(), b.bfloat16().t()
         call = partial(torch.mm, a, b)
-    return 2.0 * rows * inner * columns / _seconds(call, device, 20)
+    return 2.0 * rows * inner * columns / seconds_of(call, device, 20)
 
 
 def copy_bandwidth(device: str) -> float:
@@ -59,7 +59,7 @@ def copy_bandwidth(device: str) -> float:
 
     source = torch.randn((1 << 30 if device == "cuda" else 1 << 22) // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, 20)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device, 20)
 
 
 def rate_rows(device: str) -> list[Row]:
@@ -128,7 +128,7 @@ def block_seconds(device: str, shape: str, tokens: int, layers: int) -> tuple[fl
         out.backward(gradient)
         module.zero_grad()
 
-    seconds = _seconds(step, device) / layers
+    seconds = seconds_of(step, device) / layers
     return seconds, _flops_of(device, shape, tokens, layers=2) - _flops_of(device, shape, tokens, layers=1)
 
 

@@ -14,7 +14,7 @@ that name: then the rows of its file come first.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -64,7 +64,7 @@ _ROWS: tuple[KernelRow, ...] = (
     KernelRow("adamw", "any", "torch", "a fused kernel of torch, after a cast and a product, and before another cast"),
 )
 
-_forced: Implementation | None = None
+_forced: Mapping[KernelName, Implementation] = {}
 
 
 def kernel_device(x: Tensor) -> str:
@@ -76,8 +76,8 @@ def chosen(kernel: KernelName, x: Tensor) -> Implementation:
     """The implementation of a kernel for this input."""
     if torch.compiler.is_compiling():
         return "plain"
-    if _forced is not None and not x.is_meta:
-        return _forced
+    if kernel in _forced:
+        return _forced[kernel]
     device = kernel_device(x)
     name, elements = _device_name(x.device) if device == "cuda" else "", x.numel()
     rows = _matching_rows(kernel, device, dtype_name(x.dtype), name=name)
@@ -94,10 +94,11 @@ def in_triton(module: str, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def kernels_forced(implementation: Literal["plain", "triton"]) -> Iterator[None]:
-    """Run this implementation of every kernel, in all threads: for tests and measurements."""
+def kernels_forced(forced: Literal["plain", "triton"] | Mapping[KernelName, Implementation]) -> Iterator[None]:
+    """Run this implementation of every kernel, or of each that is named, in all threads: for tests and measurements."""
     global _forced
-    before, _forced = _forced, implementation
+    before = _forced
+    _forced = dict.fromkeys(get_args(KernelName), forced) if isinstance(forced, str) else forced
     try:
         yield
     finally:
@@ -124,6 +125,11 @@ def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) ->
 def has_triton() -> bool:
     """Whether Triton is installed; CUDA builds of torch bring it."""
     return find_spec("triton") is not None
+
+
+def rows_before_measurements() -> Sequence[KernelRow]:
+    """The table without the rows of a file, in the order in which they are tried."""
+    return _ROWS
 
 
 # --- measured rows -----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ class KernelLaunch(NamedTuple):
 
 
 _recorded: list[KernelLaunch] | None = None
+_only_records = False
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -22,16 +23,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if _recorded is not None:
         nbytes = sum(tensor.nbytes for tensor in arguments if isinstance(tensor, Tensor))
         _recorded.append(KernelLaunch(kernel.fn.__name__, nbytes))
-    kernel[grid](*arguments, **constants)
+    if not _only_records:
+        kernel[grid](*arguments, **constants)
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[KernelLaunch]]:
-    """The launches of all threads while the context is open."""
-    global _recorded
-    before, launches = _recorded, list[KernelLaunch]()
-    _recorded = launches
+def recorded_launches(*, only_record: bool = False) -> Iterator[list[KernelLaunch]]:
+    """The launches of all threads while the context is open; with `only_record` no kernel runs."""
+    global _recorded, _only_records
+    before, launches = (_recorded, _only_records), list[KernelLaunch]()
+    _recorded, _only_records = launches, only_record
     try:
         yield launches
     finally:
-        _recorded = before
+        _recorded, _only_records = before

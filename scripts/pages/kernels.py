@@ -1,0 +1,67 @@
+"""The page of the kernels of a model's layers: which there are, and when each implementation runs."""
+
+from motet.models.kernels.choice import rows_before_measurements
+from pages import markdown_table
+
+PAGE = "reference/kernels.md"
+_INTRODUCTION = """# Kernels
+
+Norms, rotary positions, gates, dropout, losses and updates stream memory: their time is that of the bytes that they
+read and write. Each has a *plain* definition in ordinary operations of PyTorch, and implementations that equal it. A table
+chooses one for the kernel, the type of device, the dtype and the number of elements; no model asks for a device.
+
+| implementation | what it is |
+| --- | --- |
+| `plain` | the definition, which `torch.compile` fuses; inside of a compiled block always this one |
+| `cpu` | few passes over memory, with a backward written for them |
+| `torch` | operators of PyTorch that take few kernels on any device |
+| `triton` | a kernel in Triton, forward and backward |
+
+The first row that matches decides. Rows of `triton` are passed over where Triton is not installed; CUDA builds of
+PyTorch bring it.
+
+"""
+_REST = """
+## Kernels in Triton
+
+| kernel | what it computes | what backward keeps |
+| --- | --- | --- |
+| `rms_norm` | an RMS norm with statistics in float32 at least | input, weight, one factor for each row |
+| `add_rms_norm` | x + y and the RMS norm of the sum, in one pass | the sum, weight, one factor for each row |
+| `rotary` | pairs of components turned by their position; any strides | nothing but the rotations |
+| `gated_activation` | act(gate) * up for silu, gelu, gelu_tanh, relu and relu_squared | its input |
+| `dropout` | the [masks of any layout](../guide/models.md#dropout), bit by bit | no mask: backward draws it again |
+| `cross_entropy`, `adamw` | [losses of logits, and updates](../guide/precision.md#cross-entropy-and-adamw-on-gpus) | |
+
+An addition and its norm stay two steps where a hook is on the norm, as sequence parallelism has them, and for layer
+norms. A sum that the norm reads is rounded first, as in the plain definition. A dropout draws its mask on its own where
+`motet verify` records masks. Gradients of weights are summed in a fixed order.
+
+## Measured rows
+
+Rows that name a GPU are assumed. `python scripts/gpu.py` times each kernel against `torch`, `plain` and its compiled
+form, compares its values, and keeps the fastest implementation that needs no compiler in `motet/kernels.json` of the
+user's cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read these rows first. A file that
+is damaged or another user's counts as empty.
+
+## What is checked
+
+Under Triton's interpreter on a CPU, every kernel of this page and its gradients equal formulas in float64 to 1e-12, for
+odd sizes and strides; a step of the built-in `tiny` with all of them equals the plain one. A test compiles every
+launch for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts what they save.
+**No GPU has run them yet**: their speed is not checked, nor the rounding of bfloat16, which the interpreter truncates.
+The planned memory of dropout on a GPU counts a mask of one byte for each element, which these kernels do not keep.
+"""
+
+
+def page() -> str:
+    """The content of the page."""
+    head = ["kernel", "device", "dtypes", "elements from", "implementation", "origin"]
+    rows = [
+        [
+            *(f"`{row.kernel}`", row.device, ", ".join(row.dtypes) or "any", str(row.least_elements)),
+            *(f"`{row.implementation}`", row.origin),
+        ]
+        for row in rows_before_measurements()
+    ]
+    return f"{_INTRODUCTION}{markdown_table(head, rows)}{_REST}"
