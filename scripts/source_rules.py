@@ -74,6 +74,8 @@ UNCHECKED_PAGES = (*RECORDS, "docs/glossary.md")
 FOREIGN_PATHS: dict[tuple[str, str], str] = {
     ("*", "mymodel.py"): "a file of the reader, as are the next ones",
     ("docs/guide/*", "classify.py"): "",
+    ("docs/guide/one-matmul.md", "line.py"): "",
+    ("docs/guide/one-matmul.md", "kernel.py"): "",
     ("docs/guide/*", "model.py"): "",
     ("docs/guide/hugging-face.md", "lora.py"): "",
     ("docs/guide/coming-from.md", "pretrain_gpt.py"): "a file of Megatron",

@@ -182,8 +182,9 @@ def test_a_processor_with_another_datasheet_stays_a_processor(tmp_path: Path) ->
     for described in (planned(datasheet={"memory_bytes": 64e9}), planned(device="X", datasheet=sheet, rates=RATES)):
         assert described.is_processor and isinstance(described.step_times.costs, ProgramCosts)
     assert not planned(device="X", datasheet=sheet).is_processor
-    with pytest.raises(InputError, match=r"\[rates\] with device = 'H100': only processors have measured rates"):
-        planned(device="H100", gamma_s_per_byte=0.0, rates=RATES)
+    no_cores = {name: value for name, value in RATES.items() if name != "cores"}
+    with pytest.raises(InputError, match=r"\[rates\] with device = 'CPU' has no cores; add the ranks of a host"):
+        planned(rates=no_cores)
 
 
 def test_groups_are_not_on_more_hosts_than_there_are() -> None:

@@ -1,9 +1,6 @@
 """The examples of `parallelize` in docs/guide/data-parallelism.md, as they are written there, on one and two ranks."""
 
-import contextlib
-import io
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from environment import uncounted
+from guide_blocks import run_script
 from motet.parallel.process.launch_environment import RankEnvironment
 from ranks import Ranks
 
@@ -60,17 +58,11 @@ def run(folder: Path, ranks: int, text: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def run_alone(_: RankEnvironment, folder: Path, text: str) -> list[list[str]]:
+def run_alone(place: RankEnvironment, folder: Path, text: str) -> list[list[str]]:
     """Run the example as torchrun would on one rank."""
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     folder.mkdir(exist_ok=True)
-    (folder / "alone.py").write_text(READERS + text + "\ndist.destroy_process_group()\n")
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
-        patch.chdir(folder)
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        runpy.run_path("alone.py")
-    return [line.split() for line in output.getvalue().splitlines()]
+    output = run_script(place, folder, READERS + text + "\ndist.destroy_process_group()\n", 0)
+    return [line.split() for line in output.splitlines()]
 
 
 def test_the_example_trains_the_same_on_two_ranks_and_goes_on(

@@ -155,7 +155,7 @@ def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> N
     ("overrides", "remarks"),
     [
         ("run.ranks=4 run.threads=1 run.folder=b run.stop_at=3 run.restarts=3", 0),
-        ("monitor.tensorboard=false checkpoint.every=3 data.workers=1", 0),
+        ("monitor.tensorboard=false checkpoint.every=3 data.workers=1 data.prefetch=0", 0),
         ("run.steps=201 layout.microbatches=2 communication.overlap=none run.device=cpu", 1),
         ("optimizer.learning_rate=1e-4 optimizer.clip_norm=false optimizer.schedule.kind=constant", 1),
     ],

@@ -243,7 +243,7 @@ class DatasheetSettings(FrozenSettings):
 
 
 class KernelRatesSettings(FrozenSettings):
-    """Rates that kernels of one rank reach alone on a host whose processors execute them, for `motet plan`."""
+    """Rates that kernels of one rank reach alone, on a processor or a GPU, for `motet plan`."""
 
     products: Annotated[dict[str, RateValue], Field(min_length=1)]
     """FLOP/s of matrix products, by the dtype of their inputs."""
@@ -259,8 +259,8 @@ class KernelRatesSettings(FrozenSettings):
     """The bandwidth of kernels that stream activations."""
     launch_s: DelayValue
     """The host's time for one kernel, with framework and autograd."""
-    cores: Count
-    """Ranks of a host that compute simultaneously; more of them share the cores."""
+    cores: Count | None = None
+    """Ranks of a host that compute simultaneously; more of them share the cores. GPUs have none."""
     busy_factor: Annotated[float, Field(ge=1, le=100)] = 1.0
     """The time of products and of attention while all cores compute, over that of a rank alone."""
     busy_memory_factor: Annotated[float, Field(ge=1, le=100)] = 1.0

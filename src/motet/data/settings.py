@@ -54,6 +54,8 @@ class DataSettings(FrozenSettings):
     """`masked` and `spans`: the fraction of tokens to predict."""
     samples: Annotated[int, Field(ge=1)] | None = None
     """Train on at most this many samples of each corpus; `synthetic:` sources make this many (default 10,000)."""
+    prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
+    """Micro-batches that a thread of each rank reads before the step asks for them; 0 reads in the training thread."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenise; all cores when not given."""
     cache: FilePathText | None = None

@@ -156,12 +156,44 @@ class SoftwareStack:
     keeps_logits: bool = True  # The loss keeps logits in float32; otherwise output head and loss are fused
     balances_stages: bool = False  # Balance is by the time of blocks, if a layout names no stages
     memory: MemoryKind = "megatron"
+    # Frameworks whose published steps gave the constants and rates of kernels; empty: steps of the framework itself
+    assumed_from: str = ""
 
+    def assumption(self, has_measured_rates: bool) -> str:
+        """A sentence on times that no step of the framework has checked; empty if there is nothing to say."""
+        if not self.assumed_from or has_measured_rates:
+            return ""
+        return (
+            f"The rates of motet's own kernels on GPUs are assumed, from steps of {self.assumed_from}, until the file "
+            "of --cluster has measured [rates]."
+        )
+
+
+_EAGER_PASSES, _EAGER_KERNELS = 2.5, 45
+# Bytes that the kernels between products move in compiled blocks of motet, over those of torch's own kernels, and the
+# same of numbers of kernels. Assumed: torchtitan's fitted steps have 1.2 of 3.6 passes, and 20 of 60 kernels.
+COMPILED_BYTES, COMPILED_KERNELS = 0.55, 1 / 3
 
 STACKS: dict[str, SoftwareStack] = {
     stack.name: stack
     for stack in (
-        SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, memory="motet"),
+        SoftwareStack(
+            "motet",
+            _EAGER_PASSES,
+            kernels_per_block=_EAGER_KERNELS,
+            keeps_logits=False,
+            memory="motet",
+            assumed_from="torchtitan and Megatron",
+        ),
+        # The same with `run.compile`
+        SoftwareStack(
+            "motet-compiled",
+            COMPILED_BYTES * _EAGER_PASSES,
+            kernels_per_block=COMPILED_KERNELS * _EAGER_KERNELS,
+            keeps_logits=False,
+            memory="motet",
+            assumed_from="torchtitan and Megatron",
+        ),
         # The same on processors, which copy messages themselves.
         SoftwareStack(
             "motet-cpu",

@@ -154,6 +154,19 @@ def rates_of(device: DeviceSpec, shares: GenerationShares | None = None) -> Devi
     )
 
 
+def rates_with_measured(device: DeviceSpec, rates: KernelRatesSettings) -> DeviceRates:
+    """The rates of a GPU, of which those of a file replace the ones that follow from its datasheet."""
+    assumed = rates_of(device)
+    return replace(
+        assumed,
+        product_flops={**assumed.product_flops, **{name: rate.value for name, rate in rates.products.items()}},
+        attention_flops=dict.fromkeys(FUSED_ATTENTION, rates.attention.value),
+        attention_backward_flops=dict.fromkeys(FUSED_ATTENTION, rates.attention_backward.value),
+        memory_Bps=rates.memory_Bps.value,
+        launch_s=rates.launch_s.value,
+    )
+
+
 def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
     """The measured rates of a processor. A dtype without one is multiplied like the first one."""
     first = next(iter(rates.products.values()))
@@ -171,7 +184,7 @@ def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
         exposed_memory=1.0,
         memory_Bps=rates.memory_Bps.value,
         launch_s=rates.launch_s.value,
-        cores=rates.cores,
+        cores=rates.cores or 0,
         attention_tile=_ATTENTION_TILE_OF_PROCESSORS,
         busy_factor=rates.busy_factor,
         busy_memory_factor=rates.busy_memory_factor,
@@ -208,6 +221,7 @@ def _cost(cluster: Cluster, collective: str, group: tuple[int, int], *, is_small
     return estimate_cost(program, cluster, (members,))
 
 
+_OF_PROCESSORS = ("product_edge", "attention_overhead", "cores", "busy_factor", "busy_memory_factor")  # In [rates]
 _PROCESSORS = "CPU"  # The generation of devices that are processors
 _SLOWEST_LINK = 1e-6  # Share of the memory's bandwidth; a network of 200 Mbit/s between processors has 2e-3
 
@@ -223,21 +237,27 @@ class PlannedCluster:
     fabric: FabricSpec
     network: Cluster
     storage_Bps: float  # noqa: N815 - a unit; of a host
-    measured: KernelRatesSettings | None = None  # Measured rates of processors
+    measured: KernelRatesSettings | None = None  # The section [rates] of a file
     host: HostSettings | None = None
 
     @property
     def step_times(self) -> StepTimes:
         """The predictor of times. Ranks on processors run the Programs of motet's backend."""
         per_host = min(self.devices_per_host, self.devices)
-        rates = rates_of(self.device) if self.measured is None else measured_rates(self.measured)
+        if self.measured is None:
+            rates = rates_of(self.device)
+        elif self.is_processor:
+            rates = measured_rates(self.measured)
+        else:
+            rates = rates_with_measured(self.device, self.measured)
         costs = ProgramCosts(self.network) if self.is_processor else VendorCosts(self.fabric)
         return StepTimes(rates, per_host, costs, self.storage_Bps, self.host)
 
     @property
     def is_processor(self) -> bool:
-        """Whether processors of the hosts are the devices."""
-        return self.measured is not None or self.device.generation == _PROCESSORS
+        """Whether processors of the hosts are the devices. An unknown device with measured rates is one."""
+        is_unknown = self.device.generation == UNKNOWN_GENERATION
+        return self.device.generation == _PROCESSORS or (is_unknown and self.measured is not None)
 
 
 def load_planned_cluster(source: str, devices: int, *, option: str = "--gpus") -> PlannedCluster:
@@ -280,18 +300,27 @@ def describe_hardware(settings: ClusterSettings, source: Path, devices: int) -> 
     """The hardware of settings, whose numbers are checked."""
     device, network = device_of_cluster(settings), build_cluster(settings, source.stem)
     fabric = fabric_of(network)
-    check_input(
-        settings.rates is None or device.generation in (_PROCESSORS, UNKNOWN_GENERATION),
-        f"[rates] with device = {settings.device!r}: only processors have measured rates; leave [rates] out, or set "
-        'device = "CPU"',
-    )
-    if settings.rates is None:
-        _check_links(device, fabric)
     per_host = settings.devices_per_host
     storage_Bps = settings.storage_Bps.value  # noqa: N806 - a unit
-    return PlannedCluster(
+    cluster = PlannedCluster(
         network.name, device, devices, per_host, fabric, network, storage_Bps, settings.rates, settings.host
     )
+    if settings.rates is None or not cluster.is_processor:
+        _check_links(device, fabric)
+    if settings.rates is not None:
+        _check_rates(settings.rates, settings.device, is_processor=cluster.is_processor)
+    return cluster
+
+
+def _check_rates(rates: KernelRatesSettings, device: str, *, is_processor: bool) -> None:
+    section = f"[rates] with device = {device!r}"
+    check_input(
+        rates.cores is not None or not is_processor,
+        f"{section} has no cores; add the ranks of a host that compute simultaneously",
+    )
+    unused = [] if is_processor else [name for name in _OF_PROCESSORS if name in rates.model_fields_set]
+    names = " and ".join(unused)
+    check_input(not unused, f"{section} has {names}, which only the rates of processors have; leave out {names}")
 
 
 def _grown_torus(settings: ClusterSettings, devices: int) -> ClusterSettings:

@@ -48,6 +48,7 @@ _REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
     ("model.balance", "speed", "kind", ("bias",)),
     ("data", "source", "mixture", "unset"),
     ("data", "mask_fraction", "objective", ("masked", "spans")),
+    ("data", "prefetch", "layout.data or layout.server.transport", ("all_reduce", "collectives")),
     ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
     ("precision", "reduce_dtype master_dtype moment_dtype exceptions", "recipe", ("fp32", "tf32", "bf16", "fp16")),
     ("precision", "exceptions", "layout.data", ("all_reduce",)),

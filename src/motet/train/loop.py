@@ -93,14 +93,28 @@ def run_training(
     limit, known = job.memory.device_limit, parts.engine.recomputation.known_tensors
     with report_run_end(emit_event, progress):
         with device_limit_of_run(limit, parts.group.device, known=known):
-            with ended_saves(parts.state.saver, emit_event):
-                step = take_step or parts.make_train_step(job).step
+            with ended_saves(parts.state.saver, emit_event), train_steps(report, take_step) as step:
                 TrainingLoop(job, report, progress, emit_event, step, stop, waits_for_saves=take_step is not None).run()
             if progress.is_finished:
                 report.report_sample()
         if progress.is_finished and take_step is None:
             report.report_prediction()
     return progress
+
+
+@contextmanager
+def train_steps(report: RunReport, take_step: StepFunction | None) -> Iterator[StepFunction]:
+    """The steps of this rank, for which a thread reads ahead, or those of `take_step`."""
+    if take_step is not None:
+        yield take_step
+        return
+    job, parts = report.job, report.parts
+    with parts.make_train_step(job).reading_ahead(job.data.prefetch, _last_step(job, parts.total_steps)) as train_step:
+        yield train_step.step
+
+
+def _last_step(job: Job, total_steps: int) -> int:
+    return min(total_steps, job.run.stop_at or total_steps)
 
 
 @dataclass
@@ -120,7 +134,7 @@ class TrainingLoop:
         """Train from where `progress` is to the last step, or until a stop is requested, and save."""
         progress, total, stop = self.progress, self.progress.total_steps, False
         first_step, saved_s = progress.completed_steps, time.monotonic()
-        end = min(total, self.job.run.stop_at or total)
+        end = _last_step(self.job, total)
         while progress.completed_steps < end and not stop:
             result, seconds = self._step(progress.completed_steps, self._is_time_to_save(saved_s))
             done = progress.completed_steps = progress.completed_steps + 1

@@ -4,15 +4,16 @@ micro-batches and ranks first and divided once. Every rank computes the same nor
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from motet.core.batch import Batch, BatchSource
 from motet.core.trace import span
+from motet.data.samples.input_queue import InputQueue
 from motet.memory.tiers.device_limit import count_batch
 from motet.monitor.events import (
     GradientsOverflowed,
@@ -64,6 +65,13 @@ class StepResult:
     experts: ExpertLoads | None = None  # Set for a mixture of experts
 
 
+class _ReadMicroBatch(NamedTuple):
+    """A micro-batch as it was read."""
+
+    rows: Batch
+    batch: Batch  # The tokens of the rows that the rank computes
+
+
 @dataclass(frozen=True)
 class MicroBatchLoop:
     """The forwards and backwards of a step on one rank, one after another or in the order of a pipeline."""
@@ -73,9 +81,34 @@ class MicroBatchLoop:
     engine: TrainingEngine
     layout: Layout
     batch_sequences: int
+    queue: InputQueue[_ReadMicroBatch] | None = None
+
+    @contextmanager
+    def reading_ahead(self, depth: int, end: int) -> Iterator["MicroBatchLoop"]:
+        """The same loop, for which a thread reads up to `depth` micro-batches ahead, none of them of step `end`."""
+        device, microbatches = self.engine.group.device, self.microbatches()
+        if depth == 0:
+            yield self
+            return
+
+        def read(step: int, index: int) -> _ReadMicroBatch:
+            rows, batch = self.read(step, microbatches[index])
+            return _ReadMicroBatch(rows, batch.pinned() if device.type == "cuda" else batch)
+
+        start_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        with InputQueue(read, len(microbatches), end=end, depth=depth, start_thread=start_thread) as queue:
+            yield replace(self, queue=queue)
+
+    def microbatches(self) -> list[MicroBatchRows]:
+        """The rows that the rank reads in each step."""
+        return microbatches_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
+
+    def read(self, step: int, microbatch: MicroBatchRows) -> _ReadMicroBatch:
+        rows = self.batch_source.batch(step, microbatch.rows)
+        return _ReadMicroBatch(rows, microbatch.select(rows))
 
     def run(self, step: int, *, keep_batches: bool) -> LocalStepResult:
-        microbatches = microbatches_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
+        microbatches = self.microbatches()
         read = _MicroBatchReader(self, step, microbatches)
         losses = self.engine.run_microbatches(partial(self._microbatch, step, read), len(microbatches))
         device = self.engine.group.device
@@ -109,23 +142,22 @@ class _MicroBatchReader:
     """Reads the micro-batches of a rank, each once, and counts their targets and tokens."""
 
     def __init__(self, loop: MicroBatchLoop, step: int, microbatches: Sequence[MicroBatchRows]) -> None:
-        self._source, self._device, self._step = loop.batch_source, loop.engine.group.device, step
+        self._loop, self._device, self._step = loop, loop.engine.group.device, step
         self._microbatches, self.targets, self.tokens = microbatches, 0.0, 0
         self.contributing = list[Batch]()  # Batches as they were read
         self.routed_rows = dict[int, RoutedRows]()  # By micro-batch; only contributing ones
-        self._engine = loop.engine
 
     def __call__(self, index: int) -> Batch:
-        microbatch = self._microbatches[index]
-        with span("read"):
-            rows = self._source.batch(self._step, microbatch.rows)
-            batch = microbatch.select(rows)
+        microbatch, balance = self._microbatches[index], self._loop.engine.balance
+        with span("read"):  # With a queue, the time that the step waits for it
+            queue, step = self._loop.queue, self._step
+            rows, batch = queue.take(step, index) if queue else self._loop.read(step, microbatch)
             if microbatch.contributes_gradients:
                 self.targets += batch.weights.sum(dtype=torch.float64).item()
                 self.tokens += rows.tokens.numel()  # Whole rows, which one of the ranks that share them reports
                 self.contributing.append(batch)
-                if self._engine.balance is not None:
-                    self.routed_rows[index] = self._engine.balance.rows_of(rows, self._engine.backward_scale)
+                if balance is not None:
+                    self.routed_rows[index] = balance.rows_of(rows, self._loop.engine.backward_scale)
         with span("move"):
             if batch.tokens.device != self._device:
                 return batch.to(self._device)
@@ -141,6 +173,12 @@ class TrainStep:
     runner: MicroBatchLoop
     replica_checker: ReplicaChecker | None = None
     numerics_monitor: NumericsMonitor | None = None
+
+    @contextmanager
+    def reading_ahead(self, depth: int, end: int) -> Iterator["TrainStep"]:
+        """The same, for which a thread reads up to `depth` micro-batches ahead, none of them of step `end`."""
+        with self.runner.reading_ahead(depth, end) as runner:
+            yield replace(self, runner=runner)
 
     def step(
         self, step: int, learning_rate: float, stop: bool = False, last: bool = False, save: bool = False

@@ -393,6 +393,11 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
     return f"{tokens} tokens take {duration} with the first: {', '.join(costs)}"
 
 
+def rates_note(step: PlannedStep, cluster: PlannedCluster) -> str:
+    """A sentence on the rates of motet's kernels that nobody has measured on the devices of a cluster, or nothing."""
+    return step.stack.assumption(cluster.measured is not None)
+
+
 def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> str:
     experts = ", experts that all get equally many tokens" if step.spec.expert_count else ""
     return (
@@ -402,6 +407,7 @@ def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> s
         f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
         "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices to which the "
         "planner was not fitted. `motet plan validate` predicts published steps."
+        + (f" {note}" if (note := rates_note(step, cluster)) else "")
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from motet.cli.job_arguments import load_job_or_config
 from motet.cli.output import OutputLine, check_writable, print_lines, table_lines, write_output_file
-from motet.cli.plan.plan_report import planned_model, stack_on
+from motet.cli.plan.plan_report import planned_model, rates_note, stack_on
 from motet.core.errors import check_input
 from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, grid, labelled_box, round_ticks, svg_page, text
 from motet.core.units import format_seconds
@@ -141,6 +141,8 @@ def show_step(request: StepRequest) -> None:
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value >= 0.005 * time.seconds)
     note = f"a step takes {format_seconds(time.seconds)}: {largest}"
+    if assumption := rates_note(step, cluster):
+        note = f"{note}. {assumption}"
     if request.svg is not None:
         write_output_file(request.svg, draw_svg(events, title=title, note=note))
     if request.json:

@@ -280,6 +280,6 @@ def dataset_fingerprint(
     """A hash of everything that decides the samples of every step."""
     sources, weights = [source.fingerprint for source in samples.sources], [corpus.weight for corpus in corpora]
     # The contents of the corpora matter, not their paths.
-    values = settings.model_dump(exclude={"source", "mixture", "tokenizer", "workers", "cache"})
+    values = settings.model_dump(exclude={"source", "mixture", "tokenizer", "prefetch", "workers", "cache"})
     parts = [sources, weights, tokenizer.fingerprint, values, samples.seed]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -22,7 +22,8 @@ MAX_COUNTED_ROWS = 4096  # Rows of an evaluation whose targets are counted at th
 
 
 class BatchLoader:
-    """Batches of prepared data. With `epochs` the training samples end, and rows after the end have weight 0."""
+    """Batches of prepared data, which several threads may read. With `epochs` the training samples end, and rows after
+    the end have weight 0."""
 
     def __init__(self, prepared: PreparedData, settings: DataSettings, seed: int, epochs: float | None = None) -> None:
         self.tokenizer = load_tokenizer(prepared.tokenizer, prepared.sentinels)

@@ -141,7 +141,9 @@ ResumeRule = Literal["ignored", "warned", "may_grow", "fixed"]
 # and is reported, `may_grow` may only grow, and `fixed` would make it another run.
 RESUME_RULES: dict[str, ResumeRule] = {
     "": "fixed",
-    **dict.fromkeys(("checkpoint", "monitor", "data.workers", "data.cache", "run", "memory"), "ignored"),
+    **dict.fromkeys(
+        ("checkpoint", "monitor", "data.prefetch", "data.workers", "data.cache", "run", "memory"), "ignored"
+    ),
     **dict.fromkeys(("run.steps", "run.epochs"), "may_grow"),
     **dict.fromkeys(("run.seed", "optimizer.name", "optimizer.momentum"), "fixed"),
     **dict.fromkeys(("layout", "communication", "outer", "optimizer"), "warned"),
