@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from gpu_checks.in_place_kernels import IN_PLACE, measure_in_place
 from gpu_checks.rows import LeftOutError, Outcome, Report, Row
 from gpu_checks.speed_rows import BANDWIDTH_ROW, seconds_of
 
@@ -14,7 +15,8 @@ LEAST_SHARE = 0.8  # The share of the measured bandwidth that a kernel reaches w
 _ROUNDING = 2**-6  # Two roundings of bfloat16, of the largest value
 _CALLS = 20
 WITHOUT_TRITON = {
-    "rms_norm": "torch", "add_rms_norm": "plain", "rotary": "torch", "gated_activation": "cpu", "dropout": "plain"
+    "rms_norm": "torch", "add_rms_norm": "plain", "rotary": "torch", "gated_activation": "cpu", "dropout": "plain",
+    "cross_entropy": "plain", "adamw": "torch",
 }  # fmt: skip
 
 
@@ -91,7 +93,7 @@ def measure_kernel(device: str, kernel: str, tokens: int) -> dict[str, Any]:
 
 
 def kernel_rows(device: str) -> list[Row]:
-    """Each kernel of a block with few and with many tokens, and the table that follows from them."""
+    """Each kernel with few and with many tokens, and the table that follows from them."""
     rows = [
         Row(_name(kernel, tokens), 4, partial(_kernel, device, kernel, tokens))
         for kernel in WITHOUT_TRITON
@@ -105,9 +107,10 @@ def _name(kernel: str, tokens: int) -> str:
 
 
 def _kernel(device: str, kernel: str, tokens: int, report: Report) -> Outcome:
-    measured = report.call(measure_kernel, device, kernel, tokens)
+    measured = report.call(measure_in_place if kernel in IN_PLACE else measure_kernel, device, kernel, tokens)
     times = ", ".join(f"{way} {seconds * 1e6:.4g} us" for way, seconds in measured["seconds"].items())
-    result, holds = f"forward and backward: {times}; error {measured['error']:.2g}", measured["error"] <= _ROUNDING
+    what = "in place" if kernel in IN_PLACE else "forward and backward"
+    result, holds = f"{what}: {times}; error {measured['error']:.2g}", measured["error"] <= _ROUNDING
     bandwidth = report.value(BANDWIDTH_ROW, "Bps")
     if bandwidth:
         share = measured["nbytes"] / measured["seconds"]["triton"] / bandwidth
@@ -127,7 +130,7 @@ def _table(device: str, report: Report) -> Outcome:
             if seconds is None:
                 raise LeftOutError(f"no measurement of {_name(kernel, tokens)}")
             ways = {"plain": "plain", "torch": without, "triton": "triton"}
-            best = ways[min(ways, key=lambda way: seconds[way])]
+            best = ways[min((way for way in ways if way in seconds), key=lambda way: seconds[way])]
             rows.append(MeasuredRow(kernel=kernel, dtype="bfloat16", least_elements=elements, implementation=best))
     if device != "cuda":
         return Outcome(f"{len(rows)} rows, not kept: a CPU runs no kernel in Triton")

@@ -1,7 +1,6 @@
 """The page of compiled blocks: the graphs of every built-in job and of families of transformers, and their numbers."""
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,7 @@ def reason_of(name: str) -> str:
 
 
 def _measure(pool: "Ranks", name: str) -> dict[str, str]:
-    from train.compiled_runs import train_compiled
+    from train.compiled_runs import train_compiled, train_foreign
     from train.runs import worst_difference
     from train.tensor_parallel_runs import train_and_reassemble
 
@@ -82,7 +81,7 @@ def _measure(pool: "Ranks", name: str) -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder:
             job = small_job_of(name, Path(folder), layout)
             written = pool.run(ranks, train_and_reassemble, job, STEPS, timeout_s=300)[0]
-            train = partial(train_compiled, traces_modes=not name.startswith("job "))
+            train = train_compiled if name.startswith("job ") else train_foreign
             run = pool.run(ranks, train, compiled(job), STEPS, timeout_s=300)[0]
         row |= {"reason": run.reason or "", f"{prefix}graphs": str(run.graphs)}
         row[f"{prefix}difference"] = f"{worst_difference(run.trained, written):.1e}"

@@ -7,7 +7,7 @@ PAGE = "reference/kernels.md"
 _INTRODUCTION = """# Kernels
 
 Norms, rotary positions, gates, dropout, losses and updates stream memory: their time is that of the bytes that they
-read and write. Each has a *plain* definition in ordinary operations of PyTorch, and implementations that equal it. A table
+read and write. Each has a *plain* definition in ordinary operations, and implementations that equal it. A table
 chooses one for the kernel, the type of device, the dtype and the number of elements; no model asks for a device.
 
 | implementation | what it is |

@@ -1,10 +1,16 @@
 """The chunked head and loss equal the plain ones, in value and in every gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from motet.models.arch import loss
+from motet.models.arch import logit_slices, loss
+from motet.models.settings import DecoderSettings
+from motet.models.spec.kernel_memory import forward_workspace
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
 
 
 def _case(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -19,7 +25,7 @@ def _case(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[to
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_equals_the_plain_head_and_loss(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "SOFTMAX_CHUNK_BYTES", {"cpu": 1})  # the smallest pieces: 8 rows
-    monkeypatch.setattr(loss, "LOGITS_BLOCK_BYTES", 100 * 11 * 8)
+    monkeypatch.setattr(loss, "LOGITS_BLOCK_BYTES", {"cpu": 100 * 11 * 8})
     hidden, weight, bias, targets, weights = _case(rows, 11)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
     plain, fused = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
@@ -52,6 +58,29 @@ def test_bfloat16_is_summed_in_float32() -> None:
     assert got.dtype == torch.float32
     exact = (F.cross_entropy(logits.double(), targets, reduction="none") * weights.double()).sum()
     assert abs(got.item() - exact.item()) < 1e-5 * exact.item()
+
+
+def test_the_predicted_block_of_logits_is_that_of_the_device() -> None:
+    """A GPU has 4,185 rows of 128,256 entries in 1 GiB, and a kernel that overwrites them; a CPU 1,046 in 256 MiB."""
+    hidden, entries, rows = 64, 128256, 8192
+    sizes = {"context": rows, "layers": 1, "heads": 4, "ffn_hidden": 24}
+    head = spec_from_settings(DecoderSettings(**sizes, hidden=hidden, vocab_size=entries)).blocks[-1]
+    on_cpu = MicroBatchShape(1, rows)
+    workspaces = [forward_workspace(head, replace(on_cpu, device=device), "bfloat16") for device in ("cuda", "cpu")]
+    features, chunk = rows * hidden * 2, 8 * entries * 4  # 4 MiB would be 8 rows
+    assert workspaces[0] == features + 4096 * entries * 2 + 4096 * hidden * 2
+    assert workspaces[1] == features + 1024 * entries * 2 + 3 * chunk
+
+
+def test_blocks_of_logits_have_the_size_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, compute = list[int](), loss._blockwise_loss
+    monkeypatch.setattr(loss, "_blockwise_loss", lambda *a, **k: (sizes.append(k["block_bytes"]), compute(*a, **k))[1])
+    for device in ("cpu", "meta"):
+        hidden, weight, _, targets, weights = (each.to(device) for each in _case(9, 5))
+        loss.linear_cross_entropy(hidden, weight, None, targets=targets, weights=weights)
+    monkeypatch.setattr(loss, "LOGITS_BLOCK_BYTES", {"cpu": 1, "meta": 2})
+    loss.linear_cross_entropy(hidden, weight, None, targets=targets, weights=weights)
+    assert sizes == [256 << 20, 256 << 20, 2] and logit_slices.LOGITS_BLOCK_BYTES["cuda"] == 1 << 30
 
 
 def test_cross_entropy_of_logits_equals_torch() -> None:

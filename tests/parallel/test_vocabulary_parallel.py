@@ -68,7 +68,7 @@ FAULTS = {
 
 
 @patch.object(loss, "SOFTMAX_CHUNK_BYTES", {"cpu": 1})  # the smallest pieces: 8 rows
-@patch.object(loss, "LOGITS_BLOCK_BYTES", 1)
+@patch.object(loss, "LOGITS_BLOCK_BYTES", {"cpu": 1})
 def _losses(group: RankGroup, vocab: int, dtype: torch.dtype, scale: float, fault: str) -> dict[str, float]:
     """Distances of both losses and of their gradients from those of one device."""
     torch.manual_seed(vocab)

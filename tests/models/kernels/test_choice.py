@@ -1,7 +1,10 @@
 """Which implementation runs, and the plain definitions in one graph."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,21 @@ def test_a_damaged_file_counts_as_empty(cache: Path, text: str) -> None:
     assert read_measured_rows("A") == []
     write_measured_rows("A", [MeasuredRow(kernel="rotary", dtype="float32", least_elements=0, implementation="torch")])
     assert len(read_measured_rows("A")) == 1
+
+
+def test_without_triton_a_gpu_runs_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [choice._matching_rows.__wrapped__("rms_norm", "cuda", "bfloat16", name="")]
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    rows.append(choice._matching_rows.__wrapped__("rms_norm", "cuda", "bfloat16", name=""))
+    assert [way for _, way in rows[1]] == ["torch"] and (not find_spec("triton") or rows[0][0][1] == "triton")
+
+
+def test_a_model_trains_where_triton_cannot_be_imported() -> None:
+    code = """import sys
+sys.modules["triton"] = None
+import torch
+from motet.models.arch.layers import RMSNorm, add_norm
+x = torch.ones(2, 4, requires_grad=True)
+add_norm(x, x, RMSNorm(4, 1e-5))[1].sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

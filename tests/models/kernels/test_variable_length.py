@@ -41,7 +41,8 @@ class SequencesOneByOne:
         self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
     ) -> Tensor:
         assert starts.dtype == torch.int32 and q.ndim == k.ndim == v.ndim == 3 and v.shape[2] == q.shape[2]
-        lengths = [stop - first for first, stop in pairwise(starts.tolist())]
+        assert len(starts) - 1 in (len(DOCUMENTS), 16)  # Compiled blocks see the same shape for up to 16 documents
+        lengths = [stop - first for first, stop in pairwise(starts.tolist()) if stop > first]
         assert sum(lengths) == len(q) == len(k) and max(lengths) <= longest
         self.calls.append(lengths)
         parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -128,7 +129,15 @@ def test_starts_of_documents(count: int | None) -> None:
     mask = causal_mask(DOCUMENTS)
     mask.use_kernel(SequencesOneByOne(), 3, 13, device=torch.device("cpu"), count=count)
     assert mask.sequence is not None
-    assert mask.sequence.starts.tolist() == [0, 5, 6, 13, 26, 27, 28, 29, 39]
+    assert mask.sequence.starts.tolist() == [0, 5, 6, 13, 26, 27, 28, 29, *[39] * 9]
+
+
+@pytest.mark.parametrize(("count", "size"), [(16, 16), (17, 32), (33, 64)])
+def test_a_number_of_documents_is_rounded_up_to_a_power_of_two(count: int, size: int) -> None:
+    mask = causal_mask(torch.arange(count).unsqueeze(0))
+    mask.use_kernel(SequencesOneByOne(), 1, count, device=torch.device("cpu"), count=count)
+    assert mask.sequence is not None
+    assert mask.sequence.starts.tolist() == [*range(count), *[count] * (size - count + 1)]
 
 
 def _learned_bias(mask: AttentionMask) -> AttentionMask:

@@ -116,9 +116,9 @@ class PreNormBlock(nn.Module):
     ) -> Tensor:
         """`encoded` is the output of the encoder and its mask. With a cache, x are the tokens after those in it."""
         options = {} if cache is None else {"cache": cache}
-        change = self.dropout(self.attention(self.attention_norm(x), mask, rotary, **options))
+        # No name holds the output of attention, which the addition ends: the feed-forward network needs the memory
+        norm = self.cross_norm if encoded else self.ffn_norm
+        x, normed = add_norm(x, self.dropout(self.attention(self.attention_norm(x), mask, rotary, **options)), norm)
         if encoded:
-            x, normed = add_norm(x, change, self.cross_norm)
-            change = self.dropout(self.cross(normed, *encoded))
-        x, normed = add_norm(x, change, self.ffn_norm)
+            x, normed = add_norm(x, self.dropout(self.cross(normed, *encoded)), self.ffn_norm)
         return cast(Tensor, x + self.dropout(self.ffn(normed)))

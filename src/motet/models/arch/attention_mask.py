@@ -27,11 +27,14 @@ class AttentionTokens:
         return AttentionTokens(places, None if self.documents is None else self.documents[:, indices])
 
 
+_LEAST_DOCUMENTS_BITS = 4
+
+
 @dataclass(frozen=True, eq=False)
 class DocumentSequence:
     """The documents of all rows, one after another, and the kernel that computes their attention."""
 
-    starts: Tensor  # [documents + 1] int32: the first token of each, and the number of all tokens
+    starts: Tensor  # [documents + 1] int32: the first token of each, and the number of all tokens; the last are empty
     kernel: VariableLengthKernel
 
 
@@ -102,7 +105,9 @@ class AttentionMask:
             is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
             count = int(is_start.count_nonzero()) if count is None else count
             number = is_start.flatten().cumsum(0) - 1  # The number of the document of each token
-            starts = torch.searchsorted(number, torch.arange(count + 1, device=device))
+            # A power of two, so that compiled blocks see few shapes: empty documents follow.
+            size = 1 << max(_LEAST_DOCUMENTS_BITS, (count - 1).bit_length())
+            starts = torch.searchsorted(number, torch.arange(size + 1, device=device))
         elif self.window is not None and self.window < length:
             starts = torch.arange(0, rows * length + 1, length, device=device)
         else:

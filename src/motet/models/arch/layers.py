@@ -165,6 +165,7 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     if is_one_kernel and x.dtype == y.dtype and x.shape == y.shape:
         return cast(tuple[Tensor, Tensor], _ADD_RMS_NORM(x, y, norm.weight, eps=norm.eps))
     total = x + y
+    del x, y
     return total, norm(total)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 # 200 MiB. Against logits, cross-entropy and their backward: 0.5x the time at 4096 in bfloat16, else 0.75-0.9x.
 SOFTMAX_CHUNK_BYTES = {"cpu": 4 << 20}
 DEFAULT_SOFTMAX_CHUNK_BYTES = 64 << 20
-LOGITS_BLOCK_BYTES = 256 << 20
+# Assumed for a GPU: each block reads and writes the float32 gradient of the weight, 2 GB at 128,000 entries.
+LOGITS_BLOCK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 
 TARGET_COUNT_MULTIPLE = 64  # The masked head computes this many rows, or a multiple
 

@@ -112,8 +112,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V].
     With a vocabulary shard, weight and bias are those of the rank's entries, and `hidden` gets the gradient of all.
-    The logits of a block of rows have `block_bytes`, by default `LOGITS_BLOCK_BYTES`."""
-    blocks = vocabulary, block_bytes or LOGITS_BLOCK_BYTES
+    The logits of a block of rows have `block_bytes`, by default `LOGITS_BLOCK_BYTES` of the device."""
+    blocks = vocabulary, block_bytes or LOGITS_BLOCK_BYTES.get(hidden.device.type, LOGITS_BLOCK_BYTES["cpu"])
     return cast(
         Tensor,
         _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights, *blocks),  # type: ignore[no-untyped-call]  # untyped in torch

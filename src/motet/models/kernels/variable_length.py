@@ -19,7 +19,8 @@ class VariableLengthKernel(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
     ) -> Tensor:
         """q [N, h, D], k and v [N, kv, D] -> [N, h, D]. starts [documents + 1] int32, the last one is N; a
-        document has at most `longest` tokens. A query sees `window` keys before and after its place; -1 is no limit."""
+        document has at most `longest` tokens, or none. A query sees `window` keys before and after its place; -1 is no
+        limit."""
         ...
 
 

@@ -72,10 +72,13 @@ def _head_workspace(block: BlockSpec, shape: MicroBatchShape, dtype: str, *, spl
     width, wide = DTYPE_BYTES[dtype], max(DTYPE_BYTES[dtype], DTYPE_BYTES["float32"])
     head = next(each for each in reversed(block.layer.operations) if isinstance(each, MatmulSpec))
     rows, entries = shape.count(head.per), head.out_features
-    logits: int = next(even_row_slices(rows, LOGITS_BLOCK_BYTES // (width * entries))).stop
+    block_rows = LOGITS_BLOCK_BYTES[shape.device] // (width * entries)
+    logits: int = next(even_row_slices(rows, block_rows)).stop
     chunks = [*even_row_slices(logits, SOFTMAX_CHUNK_BYTES["cpu"] // (wide * entries))]
     # The chunk before is alive, and torch copies logits of a narrow dtype before their softmax
     live_chunks = 1 if splits_vocabulary else min(len(chunks), 2) + (wide > width)
+    if shape.device == "cuda" and dtype != "float64":  # A kernel overwrites the logits without a copy
+        live_chunks = 0
     features = shape.count("token") + (rows if head.per == "target" else 0)
     scaled = logits * head.in_features * width  # Bytes of rows times their weights
     return (

@@ -88,6 +88,7 @@ class MicroBatchShape:
     packed: bool = False  # Rows hold several documents, which do not see each other and restart their positions
     targets: int | None = None  # Masked tokens that an encoder predicts; all tokens if None
     variable_length: bool = False  # A kernel takes the starts of documents, where it can, in place of a mask
+    device: Literal["cpu", "cuda"] = "cpu"  # Whose kernels compute
 
     @property
     def sizes_by_name(self) -> dict[str, int]:
@@ -107,7 +108,7 @@ class MicroBatchShape:
         if ranks == 1:
             return self
         lengths = -(-self.length // ranks), -(-self.source_length // ranks)
-        return MicroBatchShape(self.rows, *lengths, self.packed, self.targets, self.variable_length)
+        return replace(self, length=lengths[0], source_length=lengths[1])
 
 
 @dataclass(frozen=True)

@@ -390,9 +390,12 @@ def _spec_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> Mo
 def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> MicroBatchShape:
     """The micro-batches that a rank computes."""
     part = plan.part_on_rank(batch_shape(job, len(plan.rows_by_rank[rank][0])), rank)
+    shape = replace(computed_shape(part), packed=is_packed)
+    if job.run.device != "cuda":
+        return shape
     is_narrow = DTYPE_BYTES[job.precision.resolved.compute] == 2
-    on_gpu = job.run.device == "cuda" and is_narrow and job.precision.attention in ("auto", "flash")
-    return replace(computed_shape(part), packed=is_packed, variable_length=on_gpu)
+    has_kernel = is_narrow and job.precision.attention in ("auto", "flash")
+    return replace(shape, variable_length=has_kernel, device="cuda")
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:

@@ -1,0 +1,92 @@
+"""Kernels that overwrite their inputs: the losses of a block of logits, and the update of a master."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gpu_checks.speed_rows import seconds_of
+
+_VOCABULARY = {"cuda": 128256, "cpu": 129}
+_MAX_ROWS = 4096  # Of a block of logits
+_WIDTH = {"cuda": 4096, "cpu": 40}  # Elements of a master for each token
+_CALLS = 20
+_BETAS, _EPS, _RATE, _DECAY, _SCALE = (0.9, 0.95), 1e-8, 1e-3, 0.1, 0.5
+
+
+class _Ways(NamedTuple):
+    """The work of torch and of a kernel on copies of the same tensors."""
+
+    make: Callable[[], "list[Any]"]
+    torch: Callable[["list[Any]"], object]
+    triton: Callable[["list[Any]"], object]
+    nbytes: int  # That have to be read and written once
+    elements: int
+
+
+def _losses(device: str, tokens: int) -> _Ways:
+    import torch
+
+    from motet.models.arch import loss
+    from motet.models.kernels.triton_cross_entropy import losses_of_rows
+
+    rows, entries = min(tokens, _MAX_ROWS), _VOCABULARY[device]
+    logits = torch.randn(rows, entries, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(entries, (rows,), device=device)
+    return _Ways(
+        lambda: [logits.clone()],
+        lambda tensors: loss._plain_losses(tensors[0], targets, overwrites=True),
+        lambda tensors: losses_of_rows(tensors[0], targets, overwrites=True),
+        2 * logits.nbytes,
+        logits.numel(),
+    )
+
+
+def _update(device: str, tokens: int) -> _Ways:
+    import torch
+    from torch.optim.adamw import adamw
+
+    from motet.models.kernels.triton_adamw import update_adamw
+
+    size = tokens * _WIDTH[device]
+    master, gradient, mean = (torch.randn(size, device=device) for _ in range(3))
+    compute, step = master.bfloat16(), torch.ones((), device=device)
+    numbers = torch.tensor([_RATE, _DECAY, *_BETAS, _EPS, _SCALE], dtype=torch.float64, device=device)
+    options: dict[str, Any] = {
+        "amsgrad": False, "beta1": _BETAS[0], "beta2": _BETAS[1], "lr": _RATE, "weight_decay": _DECAY, "eps": _EPS,
+        "maximize": False, "fused": True,
+    }  # fmt: skip
+
+    def by_torch(tensors: "list[torch.Tensor]") -> None:
+        own_master, own_gradient, own_mean, own_square, own_compute = tensors
+        scaled, count = own_gradient * _SCALE, torch.zeros((), device=device)
+        adamw([own_master], [scaled], [own_mean], [own_square], [], [count], **options)
+        own_compute.copy_(own_master)
+
+    def by_triton(tensors: "list[torch.Tensor]") -> None:
+        own_master, own_gradient, *moments, own_compute = tensors
+        update_adamw(own_master, own_gradient, moments, numbers=numbers, step=step, compute=own_compute)
+
+    def make() -> "list[torch.Tensor]":
+        return [master.clone(), gradient.clone(), mean.clone(), mean.square(), compute.clone()]
+
+    return _Ways(make, by_torch, by_triton, size * (2 * 3 * 4 + 4 + 2), size)
+
+
+IN_PLACE: dict[str, Callable[[str, int], _Ways]] = {"cross_entropy": _losses, "adamw": _update}
+
+
+def measure_in_place(device: str, kernel: str, tokens: int) -> dict[str, Any]:
+    """Seconds of a call in each way, the bytes that it has to read and write, and the largest relative error."""
+    import torch
+
+    with torch.no_grad():
+        ways = IN_PLACE[kernel](device, tokens)
+        ours, theirs = ways.make(), ways.make()
+        ways.triton(ours)
+        ways.torch(theirs)
+        pairs = zip(ours, theirs, strict=True)
+        errors = [((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs]
+        seconds = {
+            "torch": seconds_of(lambda: ways.torch(theirs), device, _CALLS),
+            "triton": seconds_of(lambda: ways.triton(ours), device, _CALLS),
+        }
+    return {"seconds": seconds, "nbytes": ways.nbytes, "error": max(errors), "elements": ways.elements}

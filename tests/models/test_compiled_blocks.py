@@ -1,0 +1,197 @@
+"""Blocks that torch.compile makes graphs of: what a graph has, what runs as written, and what is refused."""
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from motet.models import torch_private
+from motet.models.arch.attention_core import ScoreOptions, attend
+from motet.models.arch.attention_mask import AttentionMask, DocumentSequence, causal_mask
+from motet.models.arch.decoder import CausalDecoder
+from motet.models.compilation.compiled_blocks import CompiledBlocks, compile_blocks
+from motet.models.settings import DecoderSettings
+from refusals import refused
+from train.compiled_runs import as_traced
+
+SETTINGS = DecoderSettings(vocab_size=32, layers=3, hidden=16, ffn_hidden=24, heads=4, kv_heads=2, context=24)
+TOKENS = torch.arange(48).view(2, 24) % 32
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    with patch.object(torch_private, "generate_code", as_traced):
+        yield
+
+
+def decoder() -> CausalDecoder:
+    torch.manual_seed(0)
+    module = CausalDecoder(SETTINGS).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:
+    return [*torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad], allow_unused=True)]
+
+
+class Blocks(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Dropping(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(4, 4), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x), self.p, self.training)
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if y.sum().item() > 1e9 else 2 * y
+
+
+def test_blocks_share_a_graph_whatever_the_documents_are() -> None:
+    written, compiled = decoder(), decoder()
+    blocks = compile_blocks(compiled, falls_back=False)
+    for lengths in ([24], [5, 19], [1, 2, 21]):
+        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+        for a, b in zip(
+            *(gradients(m, m.features(TOKENS, documents=documents).square().sum()) for m in (written, compiled)),
+            strict=True,
+        ):
+            assert a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert len(blocks.graphs) == 1 and blocks.reason is None
+
+
+def test_another_shape_makes_another_graph() -> None:
+    module = decoder()
+    blocks = compile_blocks(module, falls_back=False)
+    for length in (24, 16, 24):
+        module.features(TOKENS[:, :length]).sum().backward()
+    assert len(blocks.graphs) == 2
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: object, types: object, args: tuple[()] = (), kwargs: object = None) -> object:
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]  # an operator
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: object, types: object, args: tuple[()] = (), kwargs: object = None) -> object:
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]  # a function of torch
+
+
+def test_what_runs_as_written() -> None:
+    module = decoder()
+    blocks = compile_blocks(module, falls_back=False)
+    with torch.no_grad():
+        module.features(TOKENS)
+    with Watching():
+        module.features(TOKENS)
+    assert not blocks.graphs
+    with Passing():
+        module.features(TOKENS)
+    assert len(blocks.graphs) == 1
+
+
+def test_random_numbers_in_a_graph_are_refused() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    module = Blocks(Dropping(0.5))
+    compile_blocks(module, falls_back=False)
+    refused(
+        r"^run.compile = 'blocks': torch.compile cannot make one graph of Dropping.forward: it calls dropout, whose "
+        r"random numbers motet draws outside of compiled code; set run.compile=off$",
+        module,
+        x,
+    )
+    for harmless in (Dropping(0.0), Dropping(0.5).eval()):
+        compile_blocks(module := Blocks(harmless), falls_back=False)
+        module(x)
+
+
+@pytest.mark.parametrize("block", [Breaking(), Dropping(0.5)])
+def test_auto_runs_as_written_what_cannot_be_one_graph(block: nn.Module) -> None:
+    x, module = torch.ones(3, 4, requires_grad=True), Blocks(block)
+    torch.manual_seed(3)
+    expected = module(x)
+    blocks = compile_blocks(module, falls_back=True)
+    torch.manual_seed(3)
+    assert torch.equal(module(x), expected)
+    assert blocks.reason is not None and type(block).__name__ in blocks.reason and "\n" not in blocks.reason
+
+
+def test_a_refusal_names_the_line() -> None:
+    compile_blocks(module := Blocks(Breaking()), falls_back=False)
+    refused(r"of Breaking.forward: .*, file .*test_compiled_blocks.py\", line \d+, in forward; set", module, torch.ones(3, 4))
+
+
+def test_an_error_of_the_code_stays() -> None:
+    compile_blocks(module := Blocks(Breaking()), falls_back=True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        module(torch.ones(3, 5))
+
+
+def test_a_module_without_blocks() -> None:
+    refused(r"^run.compile = 'blocks': Linear has no blocks \(items", compile_blocks, nn.Linear(2, 2), falls_back=False)
+    assert compile_blocks(nn.Linear(2, 2), falls_back=True).reason
+    assert CompiledBlocks.none("a reason").reason == "a reason"
+
+
+def test_starts_of_documents_have_few_numbers() -> None:
+    """Documents without tokens are added, which a kernel passes over."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 2, 2, 24, 4, generator=generator, dtype=torch.float64)
+    lengths = set[int]()
+    for count in (1, 2, 9, 20):
+        documents = torch.arange(24).mul(count).div(24, rounding_mode="floor").expand(2, -1).contiguous()
+        mask = causal_mask(documents)
+        mask.use_kernel(one_by_one, 2, 24, device=q.device)
+        expected = attend(q, k, v, mask=mask, options=ScoreOptions(0.5))
+        mask.prepare(q[:, 0])
+        assert mask.sequence is not None
+        lengths.add(len(mask.sequence.starts))
+        assert torch.equal(attend(q, k, v, mask=mask, options=ScoreOptions(0.5)), expected)
+        mask.prepare(q[:, 0])
+        lengths.add(len(mask.sequence.starts))
+    assert lengths == {16, 32, 64}
+
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
+) -> Tensor:
+    """Attention of each document by torch's own."""
+    parts = []
+    for first, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        document = (x[first:stop].transpose(0, 1)[None] for x in (q, k, v))
+        if stop > first:
+            parts.append(F.scaled_dot_product_attention(*document, is_causal=True, scale=scale)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_a_mask_is_made_once_for_all_blocks() -> None:
+    mask = AttentionMask(causal=True, window=3)
+    mask.prepare(torch.zeros(2, 7, 4))
+    assert mask.dense(7, 7, dtype=torch.float32, device=torch.device("cpu")) is mask._dense[torch.float32]
+    assert isinstance(mask.sequence, DocumentSequence | None)
