@@ -99,7 +99,14 @@ def page() -> str:
     commits = list(dict.fromkeys(row["commit"] for row in rows))
     graphs = [row for row in rows if not row["reason"]]
     worst = max((float(row[key]) for row in graphs for key in ("difference", "split difference")), default=0.0)
-    head = ["model", "graphs", "difference", "graphs, `tp=2 sp=true`", "difference, `tp=2 sp=true`", "as written because"]
+    head = [
+        "model",
+        "graphs",
+        "difference",
+        "graphs, `tp=2 sp=true`",
+        "difference, `tp=2 sp=true`",
+        "as written because",
+    ]
     cells = [
         [
             row["family"].replace("job ", "built-in job ") + (" (no dropout)" if row["family"] in NO_DROPOUT else ""),

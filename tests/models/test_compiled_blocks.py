@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.models import torch_private
-from motet.models.arch.attention_core import ScoreOptions, attend
-from motet.models.arch.attention_mask import AttentionMask, DocumentSequence, causal_mask
+from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.decoder import CausalDecoder
 from motet.models.compilation.compiled_blocks import CompiledBlocks, compile_blocks
 from motet.models.settings import DecoderSettings
 from refusals import refused
 from train.compiled_runs import as_traced
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 SETTINGS = DecoderSettings(vocab_size=32, layers=3, hidden=16, ffn_hidden=24, heads=4, kv_heads=2, context=24)
 TOKENS = torch.arange(48).view(2, 24) % 32
 
@@ -144,7 +144,11 @@ def test_auto_runs_as_written_what_cannot_be_one_graph(block: nn.Module) -> None
 
 def test_a_refusal_names_the_line() -> None:
     compile_blocks(module := Blocks(Breaking()), falls_back=False)
-    refused(r"of Breaking.forward: .*, file .*test_compiled_blocks.py\", line \d+, in forward; set", module, torch.ones(3, 4))
+    refused(
+        r"of Breaking.forward: .*, file .*test_compiled_blocks.py\", line \d+, in forward; set",
+        module,
+        torch.ones(3, 4),
+    )
 
 
 def test_an_error_of_the_code_stays() -> None:
@@ -159,39 +163,7 @@ def test_a_module_without_blocks() -> None:
     assert CompiledBlocks.none("a reason").reason == "a reason"
 
 
-def test_starts_of_documents_have_few_numbers() -> None:
-    """Documents without tokens are added, which a kernel passes over."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = torch.randn(3, 2, 2, 24, 4, generator=generator, dtype=torch.float64)
-    lengths = set[int]()
-    for count in (1, 2, 9, 20):
-        documents = torch.arange(24).mul(count).div(24, rounding_mode="floor").expand(2, -1).contiguous()
-        mask = causal_mask(documents)
-        mask.use_kernel(one_by_one, 2, 24, device=q.device)
-        expected = attend(q, k, v, mask=mask, options=ScoreOptions(0.5))
-        mask.prepare(q[:, 0])
-        assert mask.sequence is not None
-        lengths.add(len(mask.sequence.starts))
-        assert torch.equal(attend(q, k, v, mask=mask, options=ScoreOptions(0.5)), expected)
-        mask.prepare(q[:, 0])
-        lengths.add(len(mask.sequence.starts))
-    assert lengths == {16, 32, 64}
-
-
-def one_by_one(
-    q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
-) -> Tensor:
-    """Attention of each document by torch's own."""
-    parts = []
-    for first, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        document = (x[first:stop].transpose(0, 1)[None] for x in (q, k, v))
-        if stop > first:
-            parts.append(F.scaled_dot_product_attention(*document, is_causal=True, scale=scale)[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
 def test_a_mask_is_made_once_for_all_blocks() -> None:
     mask = AttentionMask(causal=True, window=3)
     mask.prepare(torch.zeros(2, 7, 4))
     assert mask.dense(7, 7, dtype=torch.float32, device=torch.device("cpu")) is mask._dense[torch.float32]
-    assert isinstance(mask.sequence, DocumentSequence | None)

@@ -32,7 +32,9 @@ def as_traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: Any)
     return aot_eager(graph, inputs)
 
 
-def train_compiled(group: RankGroup, job: Job, steps: int = 3, *, code: bool = False, traces_modes: bool = False) -> CompiledRun:
+def train_compiled(
+    group: RankGroup, job: Job, steps: int = 3, *, code: bool = False, traces_modes: bool = False
+) -> CompiledRun:
     """Train with compiled blocks, also in float64, where the numbers of layouts can be compared; with `code` by torch's
     compiler, else by the kernels of its graphs. With `traces_modes` graphs have the mode that makes float32 in a module
     float64."""

@@ -5,7 +5,7 @@ masks are made once per forward for all layers.
 """
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -125,14 +125,8 @@ class AttentionMask:
         return bias
 
     def prepare(self, x: Tensor) -> None:
-        """Make what a compiled block reads, for its activation x [R, T, ...]: the dense form, or starts of documents of
-        which few numbers exist, as a graph has fixed shapes. Documents that are added have no tokens."""
+        """Make the dense form for the activation x [R, T, ...] of a compiled block, if no kernel is in its place."""
         if self.sequence is not None:
-            starts = self.sequence.starts
-            added = max(16, 1 << (len(starts) - 1).bit_length()) - len(starts)
-            if added:
-                starts = torch.cat((starts, starts[-1:].expand(added)))
-                self.sequence = replace(self.sequence, starts=starts)
             return
         lengths = []
         for side, tokens in enumerate((self.queries, self.keys)):
