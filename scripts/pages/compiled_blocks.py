@@ -4,9 +4,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet.parallel.techniques import conflict_with
 from motet.parity.shrink_job import make_small_job, with_small_vocabulary
-from motet.train.config_rules import effective_settings
+from motet.train.config_rules import reason_against_compiling
 from motet.train.job import Job, builtin_jobs, load_job
 from pages import DOCS, ROOT, markdown_table
 from pages.tensor_parallel_families import FAMILIES, job_of, measure_families, rows_of_data
@@ -63,10 +62,7 @@ def reason_of(name: str) -> str:
     """Why a built-in job does not compile its blocks; empty if nothing in it speaks against that."""
     if not name.startswith("job "):
         return ""
-    job = load_job(name.removeprefix("job "))
-    if getattr(job.model, "dropout", 0.0):
-        return "the model has dropout"
-    return conflict_with("compiled blocks", effective_settings(dict(job))) or ""
+    return reason_against_compiling(dict(load_job(name.removeprefix("job ")))) or ""
 
 
 def _measure(pool: "Ranks", name: str) -> dict[str, str]:

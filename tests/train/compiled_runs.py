@@ -11,7 +11,7 @@ from motet.models import torch_private
 from motet.models.compilation import compiled_blocks
 from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
-from motet.train import compiled_job, engine
+from motet.train import compiled_job, config_rules, engine
 from motet.train.job import Job
 from train.runs import Trained
 from train.tensor_parallel_runs import train_and_reassemble
@@ -48,7 +48,7 @@ def train_compiled(
 
     with (
         warnings.catch_warnings(),
-        patch.object(compiled_job, "UNCOMPILED_DTYPES", ()),
+        patch.object(config_rules, "UNCOMPILED_DTYPES", ()),
         patch.object(engine, "compile_blocks_of_job", keep),
         patch.object(compiled_blocks, "without_function_modes", nullcontext) if traces_modes else nullcontext(),
         patch.object(torch_private, "generate_code", torch_private.generate_code if code else as_traced),

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.models.dropout_mask import Spans, apply_mask, draw_mask, scaled_where_kept
+from motet.models.hf.hf_config import dropout_settings
 from motet.models.mode_in_backward import BACKWARDS, backward_in_mode
 from motet.models.torch_private import is_active_mode, is_in_backward, softmax_or_zeros
 from motet.models.user_module import find_blocks
@@ -278,13 +279,6 @@ def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool
     """Whether a dropout layer or a config value of the model is above 0."""
     layers = any(isinstance(m, _DROPOUT_LAYERS) and m.p > 0 for m in module.modules())
     return layers or bool(dropout_settings(config or {}))
-
-
-def dropout_settings(config: dict[str, Any]) -> list[str]:
-    """The names of a config's values for dropout, or for the noise of a router, that are above 0."""
-    inner = [name for value in config.values() if isinstance(value, dict) for name in dropout_settings(value)]
-    numbers = {str(key): value for key, value in config.items() if isinstance(value, int | float)}
-    return [*inner, *(key for key, p in numbers.items() if ("drop" in key or "noise" in key) and p > 0)]
 
 
 # --- replacements of torch's functions, with their signatures --------------------------------------

@@ -103,8 +103,11 @@ def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int)
                 f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
             )
 
+    in_blocks = {inner for block in find_blocks(module) for inner in block.modules()}  # Relative positions, say
     tables = [
-        (n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding) and m.num_embeddings < vocab_size
+        (name, inner)
+        for name, inner in module.named_modules()
+        if isinstance(inner, nn.Embedding) and inner.num_embeddings < vocab_size and inner not in in_blocks
     ]
     handles = [table.register_forward_pre_hook(partial(check, name=name)) for name, table in tables]
     try:

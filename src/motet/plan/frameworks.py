@@ -158,6 +158,7 @@ class SoftwareStack:
     memory: MemoryKind = "megatron"
     # Frameworks whose published steps gave the constants and rates of kernels; empty: steps of the framework itself
     assumed_from: str = ""
+    as_written: str = ""  # The stack of steps that cannot compile their blocks
 
     def assumption(self, has_measured_rates: bool) -> str:
         """A sentence on times that no step of the framework has checked; empty if there is nothing to say."""
@@ -193,6 +194,7 @@ STACKS: dict[str, SoftwareStack] = {
             keeps_logits=False,
             memory="motet",
             assumed_from="torchtitan and Megatron",
+            as_written="motet",
         ),
         # The same on processors, which copy messages themselves.
         SoftwareStack(

@@ -104,6 +104,12 @@ class PlannedStep:
         return self.layout.sharding.sums_gradients and not self.shards_gradient_sums
 
     @property
+    def block_stack(self) -> SoftwareStack:
+        """The stack whose kernels compute the blocks: those as written where a step cannot compile them."""
+        name = self.stack.as_written
+        return STACKS[name] if name and (self.layout.cp > 1 or self.recompute == "selective") else self.stack
+
+    @property
     def layout_text(self) -> str:
         """The layout with its recomputation and the place of its states, as `layout_from_words` reads it."""
         parts = {"recompute": (self.recompute, "none"), "optimizer": (self.states, "device")}

@@ -11,7 +11,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from motet.core.errors import InputError
-from motet.parallel.techniques import AcceptedValues, check_techniques, is_accepted, nested_value
+from motet.parallel.techniques import AcceptedValues, check_techniques, conflict_with, is_accepted, nested_value
+from motet.precision.recipe import PrecisionSettings
+
+UNCOMPILED_DTYPES = ("float64",)
+HAS_DROPOUT = "the model has dropout, whose masks must not depend on the layout, and are drawn outside of graphs"
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,16 @@ def effective_settings(sections: Mapping[str, object]) -> dict[str, Any]:
     tree = {name: section.model_dump() for name, section in sections.items() if isinstance(section, BaseModel)}
     drop_unused_settings(tree)
     return tree
+
+
+def reason_against_compiling(sections: Mapping[str, object]) -> str | None:
+    """Why `run.compile` would compile no block of a job, as far as its settings say."""
+    precision, model = sections.get("precision"), sections.get("model")
+    if isinstance(precision, PrecisionSettings) and precision.resolved.compute in UNCOMPILED_DTYPES:
+        return "float64 is for comparisons of numbers, which compiled code rounds in another order"
+    if getattr(model, "dropout", 0.0):
+        return HAS_DROPOUT
+    return conflict_with("compiled blocks", effective_settings(sections))
 
 
 def _format_value(value: object) -> str:

@@ -24,7 +24,7 @@ from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
 from motet.plan.search.layout_space import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedKind, RankedPlan, Ranking, Refusal, RejectedPlan
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.train.forecast.planned_job import planned_step
+from motet.train.forecast.planned_job import own_stack, planned_step
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
 
@@ -71,7 +71,7 @@ def plan_layouts(request: PlanRequest) -> None:
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
     job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
-    model, stack = planned_model(job, request.model), stack_on(cluster, request.stack)
+    model, stack = planned_model(job, request.model), stack_on(cluster, request.stack, job)
     step = planned_step(job, layout_of_sizes(), model=model, stack=stack, matmul=request.matmul)
     tries_tiers = "optimizer" not in job.memory.model_fields_set
     ranking = LayoutRanking(step, cluster, headroom=parse_headroom(request.headroom), tries_tiers=tries_tiers)
@@ -180,9 +180,11 @@ def _equal_within(error: float | None) -> float:
     return min(_MOST_TOLERANCE, _MOST_TOLERANCE if error is None else error)
 
 
-def stack_on(cluster: PlannedCluster, name: str) -> str:
-    """The framework of this name for the devices of a cluster."""
-    return "motet-cpu" if cluster.is_processor and name == "motet" else name
+def stack_on(cluster: PlannedCluster, name: str, job: Job) -> str:
+    """The framework of this name for the devices of a cluster; motet compiles the blocks of a job, or does not."""
+    if name != "motet":
+        return name
+    return "motet-cpu" if cluster.is_processor else own_stack(job)
 
 
 def planned_model(job: Job, file: Path | None) -> PlannedModel:

@@ -562,3 +562,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     problem = f"{file} holds a {type(config).__name__}; a config is a JSON object with a model_type"
     check_input(isinstance(config, dict), problem)
     return config
+
+
+def dropout_settings(config: dict[str, Any]) -> list[str]:
+    """The names of a config's values for dropout, or for the noise of a router, that are above 0."""
+    inner = [name for value in config.values() if isinstance(value, dict) for name in dropout_settings(value)]
+    numbers = {str(key): value for key, value in config.items() if isinstance(value, int | float)}
+    return [*inner, *(key for key, p in numbers.items() if ("drop" in key or "noise" in key) and p > 0)]

@@ -25,8 +25,8 @@ from motet.models.arch.attention_core import attention_exchange
 from motet.models.arch.attention_marker import mask_marker
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.arch.loss import gather_whole_logits
-from motet.models.hf.hf_config import read_config
-from motet.models.layout_invariant_dropout import dropout_settings, has_dropout
+from motet.models.hf.hf_config import dropout_settings, read_config
+from motet.models.layout_invariant_dropout import has_dropout
 from motet.models.user_module import check_sequence_length, extract_logits
 
 

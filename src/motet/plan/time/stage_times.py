@@ -203,7 +203,7 @@ class StageTimes:
         self._step, self._groups = step, groups
         layout, kinds = step.layout, (step.recipe.compute, step.matmul)
         rank_rates = rates.for_ranks(layout.ranks, layout.ranks // layout.pp)
-        self._kernels = KernelTimes(rank_rates, step.stack, *kinds, layout.context)
+        self._kernels = KernelTimes(rank_rates, step.block_stack, *kinds, layout.context)
         self._costs = dict[tuple[str, int, int], PlannedBlock]()
         self._unsplit = {block.name: block for block in step.spec.blocks}
 

@@ -3,13 +3,27 @@
 from dataclasses import replace
 
 from motet.core.errors import InputError, check_input
-from motet.models.hf.hf_config import read_config, settings_from_config
+from motet.models.hf.hf_config import dropout_settings, read_config, settings_from_config
 from motet.models.settings import EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.layout import Layout
 from motet.plan.frameworks import STACKS
 from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
+from motet.train.config_rules import reason_against_compiling
 from motet.train.job import Job, batch_shape
+
+
+def own_stack(job: Job) -> str:
+    """The framework that motet is on GPUs: its blocks are compiled, or run as written."""
+    is_written = job.run.compile == "off" or reason_against_compiling(dict(job)) is not None
+    return "motet" if is_written or _drops_by_config(job) else "motet-compiled"
+
+
+def _drops_by_config(job: Job) -> bool:
+    model = job.model
+    if not isinstance(model, UserModuleSettings) or model.hf_path is None:
+        return False
+    return bool(dropout_settings({**read_config(model.hf_path), **model.arguments}))
 
 
 def planned_step(

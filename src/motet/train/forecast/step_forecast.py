@@ -18,7 +18,7 @@ from motet.parallel.layout import Layout
 from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.planned_cluster import PlannedCluster, describe_hardware, load_planned_cluster
 from motet.plan.planned_step import PlannedStep
-from motet.train.forecast.planned_job import planned_step, step_of_run
+from motet.train.forecast.planned_job import own_stack, planned_step, step_of_run
 from motet.train.job import Job
 
 _REPEATS = 3
@@ -31,7 +31,7 @@ def predict_step(job: Job, layout: Layout, stages: tuple[range, ...], *, device:
     if job.layout.data != "all_reduce" or job.outer.every is not None:
         return None
     try:
-        stack = "motet" if device.type == "cuda" else "motet-cpu"
+        stack = own_stack(job) if device.type == "cuda" else "motet-cpu"
         step = planned_step(job, layout, stack=stack, packed=job.data.restart_documents)
         step = step_of_run(job, step, layout, stages=stages)
         live_bytes = round(estimate_memory(step).worst.allocated)
