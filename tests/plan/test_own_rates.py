@@ -104,5 +104,5 @@ def test_plans_say_once_that_rates_of_motet_on_gpus_are_assumed(
 def test_both_stacks_differ_only_in_their_blocks() -> None:
     """Loss, memory and communication are those of the same code."""
     eager, compiled = STACKS["motet"], STACKS["motet-compiled"]
-    blocks = {name: getattr(eager, name) for name in ("name", "elementwise_passes", "kernels_per_block")}
+    blocks = {name: getattr(eager, name) for name in ("name", "elementwise_passes", "kernels_per_block", "as_written")}
     assert replace(compiled, **blocks) == eager
