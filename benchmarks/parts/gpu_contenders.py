@@ -84,21 +84,14 @@ def timed(step: Callable[[Tensor], Tensor | float], device: torch.device) -> Con
 def job_of(shape: Shape, device: torch.device, *, compiles: bool = False) -> Any:
     """The job of motet."""
     from motet.train.job import load_job
-    from motet.train.optimizer.optimizer_settings import RunSettings
 
-    if "compile" not in RunSettings.model_fields:
-        if compiles:
-            raise AbsentError("this version of motet has no run.compile")
-        compile_setting = []
-    else:
-        compile_setting = [f"run.compile={'blocks' if compiles else 'off'}"]
     sizes = f"layers={shape.layers}, hidden={shape.hidden}, heads={shape.heads}, kv_heads={shape.kv_heads}"
     more = f"ffn_hidden={shape.ffn}, vocab_size={shape.vocabulary}, context={shape.length}, tied=false"
     settings = [
         *(f"model={{family='decoder', {sizes}, {more}}}", "data.tokenizer=bytes", f"run.device={device.type}"),
         *(f"data.sequence_length={shape.length}", f"data.batch_sequences={shape.rows}", "precision.recipe=bf16"),
         *("run.steps=100", "run.ranks=1", "data.restart_documents=false", f"optimizer.weight_decay={DECAY}"),
-        *compile_setting,
+        f"run.compile={'blocks' if compiles else 'off'}",
     ]
     return load_job("tiny", settings)
 

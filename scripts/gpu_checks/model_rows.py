@@ -34,6 +34,7 @@ class Case:
 
 MODELS = {
     "1.5 B, 4 micro-batches of 4096 tokens": Case("1 B", 4, 4, 1),
+    "1.5 B, 4 micro-batches of 4096 tokens, compiled": Case("1 B", 4, 4, 1, more=("run.compile=blocks",)),
     "3.6 B, 4 micro-batches of 4096 tokens, full recomputation": Case("3 B", 4, 4, 1, "full"),
 }
 PLANNED = {

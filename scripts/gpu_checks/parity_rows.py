@@ -161,7 +161,13 @@ def _command(device: str, folder: str, report: Report) -> Outcome:
     run, losses = Path(folder, "run"), list[float]()
     settings = [f"data.source={folder}/text.md", f"data.cache={folder}/cache", "data.tokenizer=bytes"]
     settings += ["data.batch_sequences=8", "precision.recipe=bf16", f"run.device={device}", "run.steps=20"]
-    settings += ["monitor.evaluate_every=10", "monitor.evaluate_batches=2", "run.ranks=1", "run.stop_at=10"]
+    settings += [
+        "monitor.evaluate_every=10",
+        "monitor.evaluate_batches=2",
+        "run.ranks=1",
+        "run.stop_at=10",
+        "run.compile=off",
+    ]
     for words in (["tiny", *settings, "--run-folder", str(run)], ["--resume-from", str(run)]):
         command = [sys.executable, "-m", "motet", "train", "--json", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

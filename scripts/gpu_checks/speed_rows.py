@@ -103,12 +103,13 @@ def _product(device: str, m: int, k: int, n: int, is_float8: bool, report: Repor
 # --- blocks ----------------------------------------------------------------------------------------
 
 
-def block_seconds(device: str, shape: str, tokens: int, layers: int) -> tuple[float, float]:
+def block_seconds(device: str, shape: str, tokens: int, layers: int, *, compiles: bool = False) -> tuple[float, float]:
     """Seconds of the forward and backward of one block, and its FLOPs."""
     import torch
 
     from motet.models.arch.attention_mask import causal_mask
     from motet.models.arch.decoder import CausalDecoder
+    from motet.models.compilation.compiled_blocks import compile_blocks
 
     settings = model_settings(device, shape).model_copy(update={"layers": layers})
     with torch.device(device):
@@ -120,6 +121,8 @@ def block_seconds(device: str, shape: str, tokens: int, layers: int) -> tuple[fl
     gradient, mask = torch.randn_like(x), causal_mask(None, None, None)
     assert module.rotary is not None
     rotary = module.rotary.rotations_at(positions, x.dtype)
+    if compiles:
+        compile_blocks(module, falls_back=False)
 
     def step() -> None:
         out = x
@@ -130,6 +133,11 @@ def block_seconds(device: str, shape: str, tokens: int, layers: int) -> tuple[fl
 
     seconds = seconds_of(step, device) / layers
     return seconds, _flops_of(device, shape, tokens, layers=2) - _flops_of(device, shape, tokens, layers=1)
+
+
+def compiled_block_seconds(*sizes: Any) -> tuple[float, float]:
+    """The same of a compiled block."""
+    return block_seconds(*sizes, compiles=True)
 
 
 def model_settings(device: str, shape: str) -> Any:
@@ -148,7 +156,7 @@ def job_of_shape(
     settings = [
         *(f"model={{family='decoder', {sizes}, {vocabulary}}}", "data.tokenizer=bytes", f"run.device={device}"),
         *(f"data.sequence_length={tokens}", f"data.batch_sequences={rows}", f"layout.microbatches={microbatches}"),
-        *("precision.recipe=bf16", "run.steps=100", "run.ranks=1", "data.restart_documents=false"),
+        *("precision.recipe=bf16", "run.steps=100", "run.ranks=1", "run.compile=off", "data.restart_documents=false"),
         *([f"memory.recompute={recompute}"] if recompute != "none" else []),
         *more,
     ]
@@ -171,15 +179,25 @@ def block_rows(device: str) -> list[Row]:
         Row(f"{shape}: a block at {tokens} tokens", 5, partial(_block, device, shape, tokens))
         for tokens in lengths
         for shape in SHAPES
+    ] + [
+        Row(
+            f"{shape}: a compiled block at {lengths[0]} tokens", 30, partial(_compiled_block, device, shape, lengths[0])
+        )
+        for shape in SHAPES
     ]
 
 
-def _block(device: str, shape: str, tokens: int, report: Report) -> Outcome:
+def _block(device: str, shape: str, tokens: int, report: Report, *, compiles: bool = False) -> Outcome:
     layers = 4 if device == "cuda" else 1
-    seconds, flops = report.call(block_seconds, device, shape, tokens, layers)
+    measure = compiled_block_seconds if compiles else block_seconds
+    seconds, flops = report.call(measure, device, shape, tokens, layers)
     rate = flops / seconds
     result = f"{seconds * 1e3:.3g} ms forward and backward, {rate / 1e12:.4g} TFLOP/s{_share(rate, report)}"
     return Outcome(result, values={"seconds": seconds, "flops": flops})
+
+
+def _compiled_block(device: str, shape: str, tokens: int, report: Report) -> Outcome:
+    return _block(device, shape, tokens, report, compiles=True)
 
 
 def _share(rate: float, report: Report) -> str:

@@ -95,7 +95,7 @@ def small_job(folder: str, device: str, overrides: Sequence[str], model: str) ->
         *(f"data.cache={folder}/cache", "data.workers=1", "data.validation_fraction=0.1", "precision.recipe=fp64"),
         *("optimizer.learning_rate=0.003", "optimizer.clip_norm=0.5", "optimizer.schedule.kind=constant"),
         *("monitor.tensorboard=false", "monitor.sample_tokens=0", "checkpoint.every=1000", f"run.device={device}"),
-        *(f"run.steps={STEPS}", "run.ranks=1", "data.restart_documents=false", *MODELS[model]),
+        *(f"run.steps={STEPS}", "run.ranks=1", "run.compile=off", "data.restart_documents=false", *MODELS[model]),
     ]
     if model in _HUGGING_FACE:
         where = Path(folder, model.replace(" ", "-"))

@@ -82,7 +82,7 @@ def test_blocks_share_a_graph_whatever_the_documents_are() -> None:
             strict=True,
         ):
             assert a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
-    assert len(blocks.graphs) == 1 and blocks.reason is None
+    assert blocks.graphs == 1 and blocks.reason is None
 
 
 def test_another_shape_makes_another_graph() -> None:
@@ -90,7 +90,7 @@ def test_another_shape_makes_another_graph() -> None:
     blocks = compile_blocks(module, falls_back=False)
     for length in (24, 16, 24):
         module.features(TOKENS[:, :length]).sum().backward()
-    assert len(blocks.graphs) == 2
+    assert blocks.graphs == 2
 
 
 class Watching(TorchDispatchMode):
@@ -110,10 +110,10 @@ def test_what_runs_as_written() -> None:
         module.features(TOKENS)
     with Watching():
         module.features(TOKENS)
-    assert not blocks.graphs
+    assert blocks.graphs == 0
     with Passing():
         module.features(TOKENS)
-    assert len(blocks.graphs) == 1
+    assert blocks.graphs == 1
 
 
 def test_random_numbers_in_a_graph_are_refused() -> None:

@@ -56,9 +56,14 @@ def train_compiled(
         warnings.simplefilter("ignore")
         trained = train_and_reassemble(group, job, steps)
     (blocks,) = compiled
-    return CompiledRun(trained, len(blocks.graphs), blocks.reason)
+    return CompiledRun(trained, blocks.graphs, blocks.reason)
 
 
 def train_foreign(group: RankGroup, job: Job, steps: int = 3) -> CompiledRun:
     """Train a module that asks for float32 in float64, as it does as written."""
     return train_compiled(group, job, steps, traces_modes=True)
+
+
+def train_code(group: RankGroup, job: Job, steps: int = 3) -> CompiledRun:
+    """Train with the code of torch's compiler."""
+    return train_compiled(group, job, steps, code=True)

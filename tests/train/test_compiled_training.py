@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from motet.models.build import build_module
+from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
+from motet.parity.shrink_job import make_small_job
+from motet.train.compiled_job import compile_blocks_of_job
 from motet.train.job import Job
 from ranks import Ranks
-from train.compiled_runs import CompiledRun, train_compiled
+from train.compiled_runs import CompiledRun, train_code, train_compiled
 from train.runs import Trained, worst_difference
 from train.tensor_parallel_runs import job_of_model, train_and_reassemble
 
@@ -53,6 +57,25 @@ CASES: dict[str, tuple[str, int, list[str], int]] = {
     "gathered again": ("decoder", 2, ["layout.zero=2", "communication.compress_gradients=int8"], 1),
     "numerics monitor": ("decoder", 2, ["layout.tp=2", "monitor.numerics_every=2"], 1),
     "replica checks": ("decoder", 2, ["layout.zero=0", "monitor.replica_check_every=2"], 1),
+    "secondary shards": ("decoder", 4, ["layout.zero=3", "layout.secondary_group=2"], 1),
+    "compressed parameters": ("decoder", 2, ["layout.zero=1", "communication.compress_parameters=int8"], 1),
+    "replicas": ("decoder", 2, ["outer.every=2"], 1),
+    "server": ("decoder", 2, ["layout.data=parameter_server", "layout.server.transport=collectives"], 1),
+    "compact moments": ("decoder", 1, ["precision.moment_dtype=8bit"], 1),
+    "states on the host": ("decoder", 2, ["layout.zero=1", "memory.optimizer=host"], 1),
+    "overlap at stage 3": (
+        "decoder",
+        2,
+        ["layout.zero=3", "memory.optimizer=host", "communication.overlap=forward"],
+        1,
+    ),
+    "every other block": ("decoder", 1, ["memory.recompute=every-k", "memory.every=2", "model.layers=4"], 1),
+    "dualpipe": (
+        "decoder",
+        2,
+        ["layout.pp=2", "layout.schedule=dualpipe-v", "layout.chunks=2", "model.layers=4", "layout.microbatches=4"],
+        1,
+    ),
     "host": ("decoder", 2, ["layout.zero=3", "memory.parameters=host", "memory.optimizer=host"], 1),
 }
 
@@ -73,7 +96,10 @@ def as_written(ranks: Ranks, folder: Path, name: str) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ["stage 3", "tp with sp"]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.proof) for n in CASES])
 def test_compiled_blocks_compute_the_same(ranks: Ranks, folder: Path, name: str) -> None:
     job, count = job_of_case(folder, name, "run.compile=blocks"), CASES[name][1]
     runs: list[CompiledRun] = ranks.run(count, train_compiled, job, STEPS, timeout_s=300)
@@ -81,3 +107,48 @@ def test_compiled_blocks_compute_the_same(ranks: Ranks, folder: Path, name: str)
     assert [run.graphs for run in runs] == [CASES[name][3]] * count
     assert runs[0].trained is not None
     assert worst_difference(runs[0].trained, as_written(ranks, folder, name)) < TOLERANCE
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["grouped decoder", "gpt2-like"])
+def test_code_is_as_near_to_float64_as_blocks_as_written(ranks: Ranks, folder: Path, recipe: str, model: str) -> None:
+    """Another order of sums, as splits over ranks make it, changes losses as much as the code of torch's compiler."""
+    exact = train_and_reassemble(ALONE, job_of_model(folder, model), STEPS)
+    assert exact is not None
+
+    def error(trained: Trained | None) -> float:
+        assert trained is not None
+        return max(abs(a - b) for a, b in zip(trained.losses, exact.losses, strict=True))
+
+    setting, errors = f"precision.recipe={recipe}", []
+    for count, layout in ((1, []), (1, ["layout.microbatches=4"]), (2, ["layout.tp=2"]), (4, ["layout.tp=4"])):
+        job = job_of_model(folder, model, setting, *layout)
+        errors.append(error(ranks.run(count, train_and_reassemble, job, STEPS, timeout_s=300)[0]))
+    job = job_of_model(folder, model, setting, "run.compile=blocks")
+    run: CompiledRun = ranks.run(1, train_code, job, STEPS, timeout_s=600)[0]
+    assert run.graphs == 1 and run.reason is None
+    assert error(run.trained) <= 2 * max(errors)
+
+
+def test_float64_and_verify_compile_nothing(folder: Path) -> None:
+    blocks = build_of(job_of_model(folder, "decoder", "run.compile=blocks"))
+    assert blocks is not None and blocks.reason is not None and blocks.reason.startswith("float64 is for comparisons")
+    job = job_of_model(folder, "decoder", "run.compile=blocks", "precision.recipe=bf16")
+    assert make_small_job(job, 8, STEPS).run.compile == "auto"  # Verifying trains on CPU ranks
+
+
+def test_dropout_and_choices(folder: Path) -> None:
+    fp32, on = "precision.recipe=fp32", "run.compile=blocks"
+    dropped = build_of(job_of_model(folder, "decoder", fp32, on, dropout=0.1))
+    assert dropped is not None and dropped.reason is not None and "dropout" in dropped.reason
+    hugging_face = build_of(job_of_model(folder, "gpt2", fp32, on, dropout=0.1))
+    assert hugging_face is not None and hugging_face.reason is not None and "dropout" in hugging_face.reason
+    assert build_of(job_of_model(folder, "decoder", fp32)) is None  # `auto` on a CPU
+    blocks = build_of(job_of_model(folder, "decoder", fp32, on))
+    assert blocks is not None and blocks.reason is None
+
+
+def build_of(job: Job) -> CompiledBlocks | None:
+    """The blocks that a rank would compile."""
+    return compile_blocks_of_job(build_module(job.model), job, ALONE.device)

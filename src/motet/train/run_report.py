@@ -156,7 +156,7 @@ class RunReport:
         written."""
         if (compiled := self.parts.engine.compiled) is None:
             return 0
-        before, self._graphs = self._graphs, len(compiled.graphs)
+        before, self._graphs = self._graphs, compiled.graphs
         self._report_uncompiled()
         return self._graphs - before
 

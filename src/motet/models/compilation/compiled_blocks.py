@@ -33,7 +33,7 @@ class CompiledBlocks:
         """Compile the forwards of blocks. With `falls_back`, blocks that cannot become one graph run as written, for a
         `reason`."""
         self.reason: str | None = None
-        self.graphs = list[torch.fx.GraphModule]()  # One for each kind of block, and for each shape of its inputs
+        self.graphs = 0  # Made so far: one for each kind of block, and for each shape of its inputs
         self.log: Callable[[str], None] = lambda text: None  # Called with a line where compilation takes long
         self._falls_back, self._unshared = falls_back, blocks
         if not blocks:
@@ -56,7 +56,7 @@ class CompiledBlocks:
         drawn = random_call(graph)
         if drawn is not None:
             raise InputError(f"it calls {drawn}, whose random numbers motet draws outside of compiled code")
-        self.graphs.append(graph)
+        self.graphs += 1
         return log_if_slow(self.log, "compiling a kind of block; later runs read its code from the cache ...")
 
     def _call(
