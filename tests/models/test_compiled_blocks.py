@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from motet.models import torch_private
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.decoder import CausalDecoder
-from motet.models.compilation.compiled_blocks import CompiledBlocks, compile_blocks
+from motet.models.compilation.compiled_blocks import MAX_GRAPHS_OF_AUTO, CompiledBlocks, compile_blocks
 from motet.models.settings import DecoderSettings
 from refusals import refused
 from train.compiled_runs import as_traced
@@ -70,6 +71,16 @@ class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
         return y if y.sum().item() > 1e9 else 2 * y
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).tanh() * x.sigmoid()
+        return y
 
 
 def test_blocks_share_a_graph_whatever_the_documents_are() -> None:
@@ -140,6 +151,28 @@ def test_auto_runs_as_written_what_cannot_be_one_graph(block: nn.Module) -> None
     torch.manual_seed(3)
     assert torch.equal(module(x), expected)
     assert blocks.reason is not None and type(block).__name__ in blocks.reason and "\n" not in blocks.reason
+
+
+def test_ever_new_shapes_run_as_written() -> None:
+    """Calls of earlier shapes stay compiled, so that a recomputation is what its forward was."""
+    module = Blocks(nn.Linear(4, 4), nn.Linear(4, 4))
+    blocks = compile_blocks(module, falls_back=True)
+    for rows in (*range(1, MAX_GRAPHS_OF_AUTO + 3), 1):
+        module(torch.ones(rows, 4, requires_grad=True))
+    assert blocks.graphs == MAX_GRAPHS_OF_AUTO and blocks.reason is not None
+    assert f"its inputs had {MAX_GRAPHS_OF_AUTO} kinds of shapes before" in blocks.reason
+
+
+def test_recomputation_of_compiled_and_written_blocks() -> None:
+    """The first block is compiled in its forward, before the second one cannot be: so it is in its recomputation."""
+    module, x = Blocks(Doubling(), Breaking()), torch.ones(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    blocks = compile_blocks(module, falls_back=True)
+    y = x
+    for block in module.blocks:
+        y = checkpoint(block, y, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, expected) and blocks.graphs == 1 and blocks.reason is not None
 
 
 def test_a_refusal_names_the_line() -> None:

@@ -1,19 +1,26 @@
 """Training with compiled blocks computes the numbers of blocks that run as written, with each technique."""
 
+import warnings
+from collections import Counter
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from motet.models import torch_private
 from motet.models.build import build_module
 from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.shrink_job import make_small_job
+from motet.train.build import build_components
 from motet.train.compiled_job import compile_blocks_of_job
 from motet.train.job import Job
+from motet.train.launch.preflight import check_compiler
 from ranks import Ranks
-from train.compiled_runs import CompiledRun, train_code, train_compiled
+from refusals import refused
+from train.compiled_runs import CompiledRun, as_traced, train_code, train_compiled
 from train.runs import Trained, worst_difference
 from train.tensor_parallel_runs import job_of_model, train_and_reassemble
 
@@ -29,6 +36,12 @@ CASES: dict[str, tuple[str, int, list[str], int]] = {
     "stage 3": ("grouped decoder", 2, ["layout.zero=3"], 1),
     "tp": ("gpt2-like", 2, ["layout.tp=2"], 1),
     "tp with sp": ("gpt2-like", 2, ["layout.tp=2", "layout.sp=true"], 1),
+    "tp with sp and a window": (
+        "grouped decoder",
+        2,
+        ["layout.tp=2", "layout.sp=true", "model.sliding_window=16", "data.restart_documents=false"],
+        1,
+    ),
     "tp of other sizes": ("grouped decoder", 3, ["layout.tp=3"], 1),
     "pp": ("decoder", 2, ["layout.pp=2", "layout.microbatches=4", "model.layers=4"], 1),
     "split backward": (
@@ -59,9 +72,7 @@ CASES: dict[str, tuple[str, int, list[str], int]] = {
     "replica checks": ("decoder", 2, ["layout.zero=0", "monitor.replica_check_every=2"], 1),
     "secondary shards": ("decoder", 4, ["layout.zero=3", "layout.secondary_group=2"], 1),
     "compressed parameters": ("decoder", 2, ["layout.zero=1", "communication.compress_parameters=int8"], 1),
-    "replicas": ("decoder", 2, ["outer.every=2"], 1),
     "server": ("decoder", 2, ["layout.data=parameter_server", "layout.server.transport=collectives"], 1),
-    "compact moments": ("decoder", 1, ["precision.moment_dtype=8bit"], 1),
     "states on the host": ("decoder", 2, ["layout.zero=1", "memory.optimizer=host"], 1),
     "overlap at stage 3": (
         "decoder",
@@ -96,7 +107,7 @@ def as_written(ranks: Ranks, folder: Path, name: str) -> Trained:
     return trained
 
 
-QUICK = ["stage 3", "tp with sp"]
+QUICK = ["stage 3", "tp with sp and a window"]
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.proof) for n in CASES])
@@ -131,6 +142,20 @@ def test_code_is_as_near_to_float64_as_blocks_as_written(ranks: Ranks, folder: P
     assert error(run.trained) <= 2 * max(errors)
 
 
+def test_steps_of_the_numerics_monitor_have_all_rows(folder: Path) -> None:
+    """Hooks that stay for one step are no part of a graph: such a step runs as written, and others compile."""
+    with patch.object(torch_private, "generate_code", as_traced), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = job_of_model(folder, "decoder", "precision.recipe=fp32", "monitor.numerics_every=2", "run.compile=blocks")
+        parts = build_components(job, ALONE, folder / "numerics")
+        step = parts.make_train_step(job)
+        measured = [step.step(number, 0.01).numerics for number in range(4)]
+    kinds = [None if each is None else Counter(tensor.kind for tensor in each.tensors) for each in measured]
+    assert kinds[0] is kinds[2] is None and kinds[1] == kinds[3]
+    assert kinds[1] is not None and kinds[1]["activations"] == kinds[1]["activation_gradients"] == 10
+    assert parts.engine.compiled is not None and parts.engine.compiled.graphs == 1
+
+
 def test_float64_and_verify_compile_nothing(folder: Path) -> None:
     blocks = build_of(job_of_model(folder, "decoder", "run.compile=blocks"))
     assert blocks is not None and blocks.reason is not None and blocks.reason.startswith("float64 is for comparisons")
@@ -140,10 +165,20 @@ def test_float64_and_verify_compile_nothing(folder: Path) -> None:
 
 def test_dropout_and_choices(folder: Path) -> None:
     fp32, on = "precision.recipe=fp32", "run.compile=blocks"
-    dropped = build_of(job_of_model(folder, "decoder", fp32, on, dropout=0.1))
-    assert dropped is not None and dropped.reason is not None and "dropout" in dropped.reason
-    hugging_face = build_of(job_of_model(folder, "gpt2", fp32, on, dropout=0.1))
-    assert hugging_face is not None and hugging_face.reason is not None and "dropout" in hugging_face.reason
+    off = "; set run.compile=off$"
+    refused(
+        f"^run.compile = 'blocks': model.dropout = 0.1: masks of .*{off}",
+        build_of,
+        job_of_model(folder, "decoder", fp32, on, dropout=0.1),
+    )
+    refused(f"the model has layers of dropout: .*{off}", build_of, job_of_model(folder, "gpt2", fp32, on, dropout=0.1))
+    refused(
+        "^run.compile = 'blocks': model.dropout = 0.1: masks .*; leave that out, or set",
+        check_compiler,
+        job_of_model(folder, "decoder", fp32, on, dropout=0.1),
+    )
+    emulated = job_of_model(folder, "decoder", "precision.recipe=bf16", "precision.emulate=true", on)
+    refused(f"^run.compile = 'blocks': precision.emulate = true rounds .*{off}", build_of, emulated)
     assert build_of(job_of_model(folder, "decoder", fp32)) is None  # `auto` on a CPU
     blocks = build_of(job_of_model(folder, "decoder", fp32, on))
     assert blocks is not None and blocks.reason is None

@@ -143,7 +143,6 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 # --- compilation, whose modules are imported where they are used: as slow as the rest of torch ---------
 
-GRAPHS_OF_A_BLOCK = 64  # Kinds of blocks, shapes of micro-batches and dtypes; torch's limit of 8 is for one function
 _RANDOM_CALLS = {f"{name}{suffix}" for name in ("rand", "randint", "randn") for suffix in ("", "_like")} | {
     *("bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "randperm", "uniform_")
 }
@@ -162,12 +161,17 @@ def without_function_modes() -> AbstractContextManager[None]:
 class GraphCompiler:
     """Compiles functions to one graph of fixed shapes each, when they are first called."""
 
-    def __init__(self, around: Callable[[torch.fx.GraphModule], AbstractContextManager[None]]) -> None:
-        """`around(graph)` is a context in which a graph is compiled; it may refuse the graph."""
+    def __init__(
+        self, around: Callable[[torch.fx.GraphModule], AbstractContextManager[None]], *, max_graphs: int
+    ) -> None:
+        """`around(graph)` is a context in which a graph is compiled; it may refuse the graph. torch's own limit on the
+        graphs of a function is 8."""
         import torch._dynamo.config
         import torch._inductor.config
 
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_OF_A_BLOCK)
+        torch._dynamo.config.recompile_limit = max_graphs
+        # Where sizes differ between ranks, this pass could move collectives to other places on each of them.
+        torch._inductor.config.reorder_for_peak_memory = False
         if not torch.cuda.is_available():  # Ranks that compile share the cores of the machine
             torch._inductor.config.compile_threads = torch.get_num_threads()
         self._around = around
@@ -192,8 +196,12 @@ def generate_code(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **opt
 
 def compile_problem(error: BaseException) -> str | None:
     """The problem of torch.compile with a function, in one line; None for an error of the code."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
+    if isinstance(error, FailOnRecompileLimitHit):
+        return (
+            f"its inputs had {torch._dynamo.config.recompile_limit} kinds of shapes before, each of which took a graph"
+        )
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, InputError):
         return str(error.inner_exception)
     if not isinstance(error, TorchDynamoException):

@@ -15,7 +15,8 @@ from motet.parallel.techniques import AcceptedValues, check_techniques, conflict
 from motet.precision.recipe import PrecisionSettings
 
 UNCOMPILED_DTYPES = ("float64",)
-HAS_DROPOUT = "the model has dropout, whose masks must not depend on the layout, and are drawn outside of graphs"
+COMPARES_IN_FLOAT64 = "float64 is for comparisons of numbers, which compiled code rounds in another order"
+DRAWS_MASKS = "masks of dropout must not depend on the layout, and are drawn outside of graphs"
 
 
 @dataclass(frozen=True)
@@ -196,12 +197,19 @@ def effective_settings(sections: Mapping[str, object]) -> dict[str, Any]:
 
 def reason_against_compiling(sections: Mapping[str, object]) -> str | None:
     """Why `run.compile` would compile no block of a job, as far as its settings say."""
-    precision, model = sections.get("precision"), sections.get("model")
+    tree = effective_settings(sections)
+    precision = sections.get("precision")
     if isinstance(precision, PrecisionSettings) and precision.resolved.compute in UNCOMPILED_DTYPES:
-        return "float64 is for comparisons of numbers, which compiled code rounds in another order"
-    if getattr(model, "dropout", 0.0):
-        return HAS_DROPOUT
-    return conflict_with("compiled blocks", effective_settings(sections))
+        return COMPARES_IN_FLOAT64
+    if nested_value(tree, "precision.emulate"):
+        return "precision.emulate = true rounds the products of kernels that it watches, and a graph has its own"
+    if dropout := nested_value(tree, "model.dropout"):
+        return f"model.dropout = {dropout}: {DRAWS_MASKS}"
+    if (pieces := nested_value(tree, "communication.tp_pieces") or 1) > 1:
+        return (
+            f"communication.tp_pieces = {pieces} sends pieces of an activation between products, which a graph does not"
+        )
+    return conflict_with("compiled blocks", tree)
 
 
 def _format_value(value: object) -> str:

@@ -164,7 +164,11 @@ class RunReport:
         compiled = self.parts.engine.compiled
         if compiled is not None and compiled.reason not in (None, self._uncompiled):
             self._uncompiled = compiled.reason
-            self.monitor.on_event(WarningIssued(text=f"blocks run as written, not compiled: {compiled.reason}"))
+            self.monitor.on_event(
+                WarningIssued(
+                    text=f"blocks run as written, not compiled: {compiled.reason} (run.compile=off: no warning)"
+                )
+            )
 
     def report_sample(self) -> None:
         """Let the trained model continue the job's prompt; all ranks call this."""

@@ -66,6 +66,7 @@ def choose_kernel(
 ) -> AttentionMask:
     """The mask, which knows the kernel of variable length for activations like x if there is one. Called before the
     blocks, so that no block makes the starts of documents again. `shape` is [R, T]."""
+    mask.length = shape[1] if mask.has_kernel_order else None
     if attention_exchange.get() is None and (kernel := variable_length_kernel(x)) is not None:
         mask.use_kernel(kernel, *shape, device=x.device, count=document_count)
     return mask

@@ -5,7 +5,7 @@ recomputation and gathering of parameters surround the graph; hooks of its layer
 part of it. Without gradients, and inside of torch modes that watch kernels, a block runs as written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial, update_wrapper
 from typing import Any
@@ -21,27 +21,35 @@ from motet.models.torch_private import (
     compile_problem,
     has_kernel_modes,
     random_call,
+    tree_leaves,
     without_function_modes,
 )
 from motet.models.user_module import find_blocks
+
+# Graphs of blocks of one class: kinds of blocks, shapes of micro-batches and dtypes. Without a request there are fewer,
+# because a model whose micro-batches have ever new shapes would compile in each step.
+MAX_GRAPHS, MAX_GRAPHS_OF_AUTO = 64, 16
 
 
 class CompiledBlocks:
     """The blocks of a module, whose forwards are compiled when they are first called."""
 
     def __init__(self, blocks: Sequence[nn.Module], *, falls_back: bool) -> None:
-        """Compile the forwards of blocks. With `falls_back`, blocks that cannot become one graph run as written, for a
+        """Compile the forwards of blocks. With `falls_back`, calls that cannot become one graph run as written, for a
         `reason`."""
         self.reason: str | None = None
         self.graphs = 0  # Made so far: one for each kind of block, and for each shape of its inputs
         self.log: Callable[[str], None] = lambda text: None  # Called with a line where compilation takes long
+        self.is_paused = False  # Blocks run as written
         self._falls_back, self._unshared = falls_back, blocks
+        self._failed = set[Hashable]()  # Calls that run as written, also where backward recomputes them
         if not blocks:
             return
-        compiler = GraphCompiler(self._around_compilation)
+        max_graphs = MAX_GRAPHS_OF_AUTO if falls_back else MAX_GRAPHS
+        compiler = GraphCompiler(self._around_compilation, max_graphs=max_graphs)
         for block in blocks:
             written: Callable[..., Any] = block.forward
-            call = partial(self._call, type(block).__name__, written, compiler.compile(written))
+            call = partial(self._call, block, written, compiler.compile(written))
             block.forward = update_wrapper(call, written)
 
     @classmethod
@@ -60,15 +68,17 @@ class CompiledBlocks:
         return log_if_slow(self.log, "compiling a kind of block; later runs read its code from the cache ...")
 
     def _call(
-        self, name: str, written: Callable[..., Any], compiled: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, block: nn.Module, written: Callable[..., Any], compiled: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.reason is not None or not torch.is_grad_enabled() or has_kernel_modes():
+        if self.is_paused or not torch.is_grad_enabled() or has_kernel_modes():
             return written(*args, **kwargs)
-        if self._unshared:
-            for block in self._unshared:
-                _let_graphs_be_shared(block)
-            self._unshared = ()
-        _prepare_masks((*args, *kwargs.values()))
+        arguments = (*args, *kwargs.values())
+        if self._failed and _kind_of_call(block, arguments) in self._failed:
+            return written(*args, **kwargs)
+        for each in self._unshared:
+            _let_graphs_be_shared(each)
+        self._unshared = ()
+        _prepare_masks(arguments)
         try:
             with without_function_modes():
                 return compiled(*args, **kwargs)
@@ -76,11 +86,18 @@ class CompiledBlocks:
             problem = compile_problem(error)
             if problem is None:
                 raise
-            reason = f"torch.compile cannot make one graph of {name}.forward: {problem}"
+            reason = f"torch.compile cannot make one graph of {type(block).__name__}.forward: {problem}"
             if not self._falls_back:
                 raise InputError(f"run.compile = 'blocks': {reason}; set run.compile=off") from error
-            self.reason = reason
+            self.reason = self.reason or reason
+            self._failed.add(_kind_of_call(block, arguments))
         return written(*args, **kwargs)
+
+
+def _kind_of_call(block: nn.Module, arguments: Sequence[Any]) -> Hashable:
+    """A call of a block, by the class of the block and the shapes of its arguments."""
+    tensors = tree_leaves(list(arguments))
+    return type(block), *((t.shape, t.dtype, t.requires_grad) for t in tensors if isinstance(t, Tensor))
 
 
 def _let_graphs_be_shared(block: nn.Module) -> None:

@@ -22,7 +22,7 @@ from motet.parallel.linear import LinearProducts, LinearSplit, SharedInput, row_
 from motet.parallel.model_sharding import BoundaryComm, BoundaryOperation, InputWidth
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import Communication
-from motet.parallel.tensor_parallel.graph_communication import communicate_in_graph, group_number
+from motet.parallel.tensor_parallel.graph_communication import communicate_in_graph, numbered_group
 
 _WITHOUT_PIECES: Mapping[BoundaryOperation, BoundaryOperation] = {"scatter": "sum"}  # Others do nothing
 
@@ -54,7 +54,7 @@ class Boundary:
     row_split_after: RowSplit | None  # Row split of activations after the comm
 
     def __post_init__(self) -> None:
-        self._group_number = group_number(self.group)
+        self._group_number, self._numbered = numbered_group(self.group)
 
     def communicate(self, x: Tensor) -> Tensor:
         comm = self.comm
@@ -85,7 +85,7 @@ def argument_key(
     """The place of an argument in a call: an index of `args`, or a name. Calls may give it by position or by name."""
     if argument in kwargs or (isinstance(argument, int) and argument < len(args)):
         return argument
-    names = list(inspect.signature(module.forward).parameters)
+    names = list(inspect.signature(getattr(module, "replaced_forward", module.forward)).parameters)
     return names[argument] if isinstance(argument, int) else names.index(argument)
 
 
@@ -207,6 +207,7 @@ class OutputBoundary:
         # Tensors that hooks add to the output of a layer, such as an adapter's, are summed too, so the sum comes later.
         names = {name for name, _ in module.named_parameters()}
         self._is_reduced_in_forward = row is not None and names <= {"weight", "bias"}
+        self._left_out = float(boundary.group.rank > 0)  # A factor, so that graphs have the same nodes on all ranks
         if row is not None:
             dims, reduces = {None, boundary.comm.dim}, self._is_reduced_in_forward
             self._rows = {dim: replace(row, dim=dim, reduces=reduces) for dim in dims}
@@ -224,8 +225,8 @@ class OutputBoundary:
     def _multiply_in_graph(self, x: Tensor) -> Tensor:
         layer: Any = self._module
         bias: Tensor | None = getattr(layer, "bias", None)
-        if bias is not None and self._boundary.group.rank > 0:  # The first rank adds it, and each has its gradient
-            bias = bias - bias.detach()
+        if bias is not None:  # The first rank adds it, and each has its gradient; the graph is the same on all
+            bias = bias - bias.detach() * self._left_out
         output = self._rows[None].products.multiply(x, layer.weight, bias)
         return self._boundary.communicate(output) if self._is_reduced_in_forward else output
 

@@ -17,12 +17,13 @@ _NUMBERS: WeakKeyDictionary[RankGroup, int] = WeakKeyDictionary()
 _next_number = count()
 
 
-def group_number(group: RankGroup) -> int:
-    """The number of a group in compiled graphs."""
-    if group not in _NUMBERS:
+def numbered_group(group: RankGroup) -> tuple[int, RankGroup]:
+    """The number of a group in compiled graphs, which holds as long as the returned group is alive."""
+    number = _NUMBERS.get(group)
+    if number is None or number not in _GROUPS:
         _NUMBERS[group] = number = next(_next_number)
         _GROUPS[number] = group
-    return _NUMBERS[group]
+    return number, _GROUPS[number]
 
 
 @torch.library.custom_op("motet::communicate", mutates_args=())

@@ -23,7 +23,8 @@ def _drops_by_config(job: Job) -> bool:
     model = job.model
     if not isinstance(model, UserModuleSettings) or model.hf_path is None:
         return False
-    return bool(dropout_settings({**read_config(model.hf_path), **model.arguments}))
+    names = dropout_settings({**read_config(model.hf_path), **model.arguments})
+    return any("summary" not in name and "classifier" not in name for name in names)  # Heads that a decoder has not
 
 
 def planned_step(

@@ -34,7 +34,7 @@ from motet.parallel.parameter_server.protocol.messages import slice_parameters
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.attention_kernels import attention_problem
-from motet.train.config_rules import check_compositions
+from motet.train.config_rules import COMPARES_IN_FLOAT64, check_compositions, reason_against_compiling
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.memory_check.predicted_ranks import check_device_limit
@@ -269,7 +269,12 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
 
 
 def check_compiler(job: Job) -> None:
-    """Refuse compiled blocks on CPU ranks of a machine without the compiler that torch.compile calls."""
+    """Refuse compiled blocks that a job cannot have, or on CPU ranks of a machine without a compiler of C++."""
+    reason = reason_against_compiling(dict(job)) if job.run.compile == "blocks" else None
+    check_input(
+        reason in (None, COMPARES_IN_FLOAT64),
+        f"run.compile = 'blocks': {reason}; leave that out, or set run.compile=off",
+    )
     name = os.environ.get("CXX") or "g++"  # noqa: TID251  (the convention of compilers, which torch follows)
     check_input(
         job.run.compile != "blocks" or _may_have_gpus(job) or shutil.which(name),

@@ -141,12 +141,16 @@ class NumericsMonitor:
         return [tensor.name for tensor in self.engine.plan.inventory.tensors if tensor.kind == "trained"]
 
     def begin(self) -> ActivationCounts:
-        """Count the activations of the forwards and backwards that follow."""
+        """Count the activations of the forwards and backwards that follow, in which blocks run as written."""
+        if self.engine.compiled is not None:
+            self.engine.compiled.is_paused = True  # A graph knows no hook that stays for one step
         return ActivationCounts(self.engine.module, self._sites, self._formats, device=self.engine.group.device)
 
     def finish(self, step: int, activations: ActivationCounts) -> NumericsMeasured:
         """The numerics of a step (from 0), before its update. All ranks that take the step call this."""
         activations.remove()
+        if self.engine.compiled is not None:
+            self.engine.compiled.is_paused = False
         with span("numerics"):
             engine = self.engine
             parameters = engine.optimizer.sharded_parameters
