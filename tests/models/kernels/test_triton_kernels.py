@@ -1,5 +1,6 @@
 """Each kernel in Triton against its definition: in float64 under Triton's interpreter, and compiled for a GPU."""
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -263,9 +264,9 @@ def check_dropout(spans: Spans | None, p: float, dtype: torch.dtype) -> None:
     x = torch.randn(3, len(places[0]), len(places[1])).to(dtype).requires_grad_()
     with kernels_forced("triton"), recorded_launches() as launches:
         y = apply_mask(x, keys, (5, 11), p=p, spans=spans)
-        mask: Any = y.grad_fn
-        kept_tensors = [each for each in mask.mask if isinstance(each, Tensor)]
-        assert sum(each.numel() for each in kept_tensors) == 2 * len(keys)  # No index of an element
+        gc.collect()
+        live = [each for each in gc.get_objects() if type(each) is Tensor and each.dtype == torch.int64]
+        assert all(each.numel() < x[0].numel() for each in live)  # No index of each element waits for backward
         (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert len(launches) == 2
     expected = torch.where(torch.tensor(kept), x.detach() * (1 / (1 - p)), 0)
