@@ -123,7 +123,7 @@ def motet(shape: Shape, device: torch.device, *, compiles: bool = False) -> Cont
         tokens: Tensor
 
         def batch(self, step: int, rows: range) -> Batch:
-            weights = torch.ones(len(rows), shape.length)
+            weights = torch.ones(len(rows), shape.length, device=self.tokens.device)
             return Batch(self.tokens[:, :-1], self.tokens[:, 1:], weights, torch.arange(rows.start, rows.stop))
 
     samples = Samples()

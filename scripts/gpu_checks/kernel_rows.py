@@ -21,10 +21,11 @@ WITHOUT_TRITON = {
 
 
 class _Case(NamedTuple):
-    """A function of a kernel, and its inputs."""
+    """A function of a kernel, its inputs and its weights."""
 
     function: Callable[..., Any]
     inputs: "tuple[Any, ...]"
+    weights: "tuple[Any, ...]" = ()  # Their gradients are part of a backward
     can_compile: bool = True
 
 
@@ -41,8 +42,9 @@ def _case_of(device: str, kernel: str, tokens: int) -> _Case:
     if kernel in ("rms_norm", "add_rms_norm"):
         norm = RMSNorm(hidden, 1e-5).to(device, torch.bfloat16)
         if kernel == "rms_norm":
-            return _Case(norm, (values(tokens, hidden),))
-        return _Case(lambda x, y: add_norm(x, y, norm), (values(tokens, hidden), values(tokens, hidden)))
+            return _Case(norm, (values(tokens, hidden),), (norm.weight,))
+        both = values(tokens, hidden), values(tokens, hidden)
+        return _Case(lambda x, y: add_norm(x, y, norm), both, (norm.weight,))
     if kernel == "rotary":
         rotations = RotaryEmbedding(head_dim, 1e4).rotations_at(torch.arange(tokens, device=device), torch.bfloat16)
         return _Case(lambda x: apply_rotary(x, rotations), (values(1, tokens, heads, head_dim),))
@@ -67,7 +69,7 @@ def measure_kernel(device: str, kernel: str, tokens: int) -> dict[str, Any]:
 
     def results(function: Callable[..., Any]) -> "list[torch.Tensor]":
         outputs = outputs_of(function)
-        return [*outputs, *torch.autograd.grad(outputs, case.inputs, gradients)]
+        return [*outputs, *torch.autograd.grad(outputs, (*case.inputs, *case.weights), gradients)]
 
     seconds: dict[str, float] = {}
     with kernels_forced("plain"):
@@ -131,7 +133,9 @@ def _table(device: str, report: Report) -> Outcome:
                 raise LeftOutError(f"no measurement of {_name(kernel, tokens)}")
             ways = {"plain": "plain", "torch": without, "triton": "triton"}
             best = ways[min((way for way in ways if way in seconds), key=lambda way: seconds[way])]
-            rows.append(MeasuredRow(kernel=kernel, dtype="bfloat16", least_elements=elements, implementation=best))
+            dtype = "float32" if kernel == "adamw" else "bfloat16"  # That of the tensor which `chosen` gets
+            least = 0 if tokens == min(TOKENS[device]) else elements  # With fewer elements the same launches count
+            rows.append(MeasuredRow(kernel=kernel, dtype=dtype, least_elements=least, implementation=best))
     if device != "cuda":
         return Outcome(f"{len(rows)} rows, not kept: a CPU runs no kernel in Triton")
     path = write_measured_rows(report.facts["device"], rows)

@@ -6,9 +6,9 @@ from pages import markdown_table
 PAGE = "reference/kernels.md"
 _INTRODUCTION = """# Kernels
 
-Norms, rotary positions, gates, dropout, losses and updates stream memory: their time is that of the bytes that they
+Norms, rotary positions, gates, dropout, losses and updates stream memory. Their time is that of the bytes that they
 read and write. Each has a *plain* definition in ordinary operations, and implementations that equal it. A table
-chooses one for the kernel, the type of device, the dtype and the number of elements; no model asks for a device.
+chooses one for the kernel, the type of device, the dtype and the number of elements. No model asks for a device.
 
 | implementation | what it is |
 | --- | --- |
@@ -17,8 +17,9 @@ chooses one for the kernel, the type of device, the dtype and the number of elem
 | `torch` | operators of PyTorch that take few kernels on any device |
 | `triton` | a kernel in Triton, forward and backward |
 
-The first row that matches decides. Rows of `triton` are passed over where Triton is not installed; CUDA builds of
-PyTorch bring it.
+The first row that matches decides. Rows of `triton` need Triton, which CUDA builds of PyTorch bring. They also need the
+C compiler that Triton calls at its first launch. It is the one that the variable `CC` names, or else `gcc` or `clang`
+on the `PATH`. Without Triton or the compiler the next row decides.
 
 """
 _REST = """
@@ -40,17 +41,19 @@ norms. A sum that the norm reads is rounded first, as in the plain definition. A
 ## Measured rows
 
 Rows that name a GPU are assumed. `python scripts/gpu.py` times each kernel against `torch`, `plain` and its compiled
-form, compares its values, and keeps the fastest implementation that needs no compiler in `motet/kernels.json` of the
-user's cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read these rows first. A file that
-is damaged or another user's counts as empty.
+form, and compares its values. It keeps the fastest implementation that needs no `torch.compile` for each size. With
+fewer elements than the smallest size, that of the smallest size runs. The file is `motet/kernels.json` of the user's
+cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read these rows first. A file that is
+damaged or another user's counts as empty.
 
 ## What is checked
 
-Under Triton's interpreter on a CPU, every kernel of this page and its gradients equal formulas in float64 to 1e-12, for
-odd sizes and strides; a step of the built-in `tiny` with all of them equals the plain one. A test compiles every
-launch for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts what they save.
+Under Triton's interpreter on a CPU, every kernel of this page and its gradients equal formulas in float64 to 1e-12. The
+sizes and strides are odd ones. A step of the built-in `tiny` with all of them equals the plain one. A test compiles
+every launch for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts what they save.
 **No GPU has run them yet**: their speed is not checked, nor the rounding of bfloat16, which the interpreter truncates.
 The planned memory of dropout on a GPU counts a mask of one byte for each element, which these kernels do not keep.
+That of the loss assumes that Triton runs: without it, the loss takes more than the plan says.
 """
 
 

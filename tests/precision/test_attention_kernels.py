@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend
 
 import motet
 from motet.core.errors import InputError
+from motet.models import generation
+from motet.models.kernels import variable_length
 from motet.precision.attention_kernels import attention_problem
 from motet.precision.numerics import numerics_remark, precision_numerics
 from motet.precision.recipe import PrecisionSettings
@@ -88,6 +90,7 @@ PROBLEMS: dict[str, tuple[PrecisionSettings, Heads, bool, str]] = {
     "wide cudnn": (PrecisionSettings(attention="cudnn", recipe="tf32"), Heads(64, 64), False, "recipe=bf16 or fp16"),
     "float64": (PrecisionSettings(attention="efficient", recipe="fp64"), Heads(64, 64), False, "kernel for float64"),
     "large": (PrecisionSettings(attention="flash", recipe="bf16"), Heads(512, 512), False, "and the model has 512"),
+    "odd values": (PrecisionSettings(attention="cudnn", recipe="bf16"), Heads(192, 60), False, "and the model has 60"),
     "odd": (PrecisionSettings(attention="cudnn", recipe="bf16"), Heads(20, 20), False, "and the model has 20"),
     "latent": (PrecisionSettings(attention="flash", recipe="bf16"), Heads(192, 128), False, "keys and values of one"),
     "bias": (PrecisionSettings(attention="flash", recipe="fp16"), Heads(64, 64), True, "scores of relative positions"),
@@ -128,6 +131,41 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch: py
         check_job(job, 1)
     monkeypatch.setattr(preflight, "_GPU_DEVICE_FILES", ())
     check_job(small_job(tmp_path, "precision.attention=flash"), 1)  # A machine without GPUs
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs_mask"),
+    [
+        ([], True),  # Documents
+        (["data.restart_documents=false"], False),
+        (["data.restart_documents=false", "model.sliding_window=3"], True),
+        (["data.restart_documents=false", "model.sliding_window=4096"], False),
+    ],
+)
+def test_flash_needs_the_kernel_of_variable_length_for_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], needs_mask: bool
+) -> None:
+    narrow = ["run.device=cuda", "precision.recipe=bf16", "model.head_dim=8", *settings]
+    job = small_job(tmp_path, *narrow, "precision.attention=flash")
+    check_job(job, 1)
+    monkeypatch.setattr(variable_length, "torch_kernel", lambda: None)
+    check_job(small_job(tmp_path, *narrow, "precision.attention=auto"), 1)
+    if not needs_mask:
+        check_job(job, 1)
+        return
+    with pytest.raises(InputError, match=r"'flash' cannot add the mask of documents or of a sliding window, and this"):
+        check_job(job, 1)
+
+
+def test_generation_has_kernels_for_masks_whichever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, before = torch.nn.Linear(1, 1), enabled()
+    with generation._evaluation_mode(module):
+        assert enabled() == before  # A CPU
+    monkeypatch.setattr(generation, "_device", lambda module: GPU)
+    with precision_numerics(PrecisionSettings(recipe="bf16", attention="flash"), GPU):
+        with generation._evaluation_mode(module):
+            assert enabled() == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        assert enabled() == [SDPBackend.FLASH_ATTENTION]
 
 
 def test_ranks_that_share_rows_do_not_have_the_choice(tmp_path: Path) -> None:

@@ -199,3 +199,18 @@ def test_a_rehearsal_refuses_a_limit_that_a_run_would_pass() -> None:
     words = ["train", "tiny", "--rehearse", "--ranks", "4", "layout.zero=2", "memory.device_limit=100MiB"]
     done = subprocess.run([sys.executable, "-m", "motet", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "memory.device_limit = 104857600 (100 MiB) is less than the" in done.stderr
+
+
+@pytest.mark.parametrize(("head_dim", "has_mask"), [(16, False), (20, True), (264, True)])
+def test_a_gpu_makes_the_mask_of_documents_where_heads_do_not_fit_the_kernel(
+    tmp_path: Path, head_dim: int, has_mask: bool
+) -> None:
+    """The memory-efficient kernel takes the mask of any heads."""
+    settings = ["run.device=cuda", "precision.recipe=bf16", "model.context=512", "data.sequence_length=512"]
+
+    def saved(attention: str) -> int:
+        words = [*settings, f"model.head_dim={head_dim}", f"precision.attention={attention}"]
+        job = small_job(tmp_path, *words)
+        return predict_step_memory(job, job.layout_for(1), is_packed=True)[0].predicted.peak
+
+    assert (saved("auto") == saved("efficient")) is has_mask and saved("auto") <= saved("efficient")

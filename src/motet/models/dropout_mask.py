@@ -13,6 +13,7 @@ more, its high half makes another key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -150,9 +151,9 @@ def _apply_in_triton(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p:
     smallest_kept = round(p * 2**32) - 2**31
     if not x.numel() or smallest_kept >= 2**31 or prod(shape) > 2**32:
         return _draw_and_apply(x, keys, shape, p=p, spans=spans)
-    first, indices = _local_indices(shape, spans, count=x.numel() // len(keys), device=x.device)
+    make_indices = partial(_local_indices, shape, spans, count=x.numel() // len(keys), device=x.device)
     halves = torch.tensor([[key % 2**32, key >> 32] for key in keys]).to(torch.int32).to(x.device, non_blocking=True)
-    mask = in_triton("triton_dropout", "CounterMask")(halves, first, indices, smallest_kept, 1 / (1 - p))
+    mask = in_triton("triton_dropout", "CounterMask")(halves, make_indices, smallest_kept, 1 / (1 - p))
     return cast(Tensor, in_triton("triton_dropout", "drop_by_counter")(x, mask))
 
 

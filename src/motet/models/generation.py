@@ -5,13 +5,14 @@ own `generate`, which calls the same sampler. Without a cache, the model reads t
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from motet.core.batch import Batch
 from motet.core.errors import check_input
@@ -19,6 +20,9 @@ from motet.core.seeds import derive_seed
 from motet.models.arch.key_value_cache import KeyValueCache
 from motet.models.arch.loss import gather_whole_logits
 from motet.models.build import TrainableModel
+
+# On a GPU, whichever kernel a job names: a cache needs one that adds a mask, and cuDNN makes a plan for each length.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 StopReason = Literal["end", "tokens", "context"]
 
@@ -189,7 +193,8 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
     training = module.training
     module.eval()
     try:
-        yield
+        with sdpa_kernel(_ATTENTION, set_priority=True) if _device(module).type == "cuda" else nullcontext():
+            yield
     finally:
         module.train(training)
 

@@ -60,7 +60,9 @@ def attention_remark(settings: PrecisionSettings, device_type: str) -> str | Non
     )
 
 
-def attention_problem(settings: PrecisionSettings, heads: Iterable[HeadSizes] = (), *, adds_bias: bool = False) -> str:
+def attention_problem(
+    settings: PrecisionSettings, heads: Iterable[HeadSizes] = (), *, adds_bias: bool = False, adds_mask: bool = False
+) -> str:
     """Why a CUDA device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
     if settings.attention == "auto":
         return ""
@@ -75,13 +77,17 @@ def attention_problem(settings: PrecisionSettings, heads: Iterable[HeadSizes] = 
         return f"{name} has no kernel for {compute} on a GPU; {remedy}, or set precision.recipe={recipes}"
     for head in heads:
         limit = kernel.max_head_dim
-        if limit is not None and (head.key_dim > limit or head.key_dim % 8 or head.value_dim % 8):
-            return f"{name} takes heads of 8, 16, ... {limit} components, and the model has {head.key_dim}; {remedy}"
+        other = [size for size in (head.key_dim, head.value_dim) if limit is not None and (size > limit or size % 8)]
+        if other:
+            return f"{name} takes heads of 8, 16, ... {limit} components, and the model has {other[0]}; {remedy}"
         if kernel.has_equal_dims and head.key_dim != head.value_dim:
             sizes = f"{head.key_dim} components and values of {head.value_dim}"
             return f"{name} takes keys and values of one size, and the model has keys of {sizes}; {remedy}"
     if adds_bias and not kernel.takes_bias:
         return f"{name} cannot add the scores of relative positions, which the model learns; {remedy}"
+    if adds_mask and not kernel.takes_bias:
+        missing = "this version of torch has no kernel of variable length"
+        return f"{name} cannot add the mask of documents or of a sliding window, and {missing}; {remedy}"
     return ""
 
 

@@ -15,6 +15,7 @@ from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
+from motet.train.optimizer import one_pass_adamw
 from motet.train.optimizer.module_plan import model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
@@ -138,3 +139,22 @@ def test_a_gpu_takes_the_kernel_for_large_masters() -> None:
     rows = choice._matching_rows("adamw", "cuda", "float32", name="")
     assert next(name for least, name in rows if least <= 2**22) == "triton"
     assert choice.chosen("adamw", torch.zeros(2**20)) == "torch"
+
+
+def test_numbers_go_to_a_gpu_without_a_wait_of_the_host() -> None:
+    """A copy from memory that is not pinned waits. There is no GPU here: the calls of the tensor are noted."""
+    calls = list[Any]()
+
+    class Numbers:
+        def pin_memory(self) -> "Numbers":
+            calls.append("pinned")
+            return self
+
+        def to(self, device: torch.device, **options: bool) -> "Numbers":
+            calls.append((device.type, options))
+            return self
+
+    numbers: Any = Numbers()
+    assert one_pass_adamw._on_device(numbers, torch.device("cuda")) is numbers
+    assert calls == ["pinned", ("cuda", {"non_blocking": True})]
+    assert one_pass_adamw._on_device(torch.ones(2), torch.device("cpu")).tolist() == [1, 1]

@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +95,32 @@ def test_measured_rows_come_before_assumed_ones(cache: Path) -> None:
     assert low[0] == [(4096, "plain"), (0, "torch"), *low[1]] and high[0] == high[1] != low[0]
 
 
+def test_the_rows_of_a_measurement_are_those_that_runs_ask_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master of adamw is in float32, other tensors are in bfloat16; no size is left to rows that are assumed."""
+    from gpu_checks import kernel_rows
+
+    few, many = kernel_rows.TOKENS["cuda"]
+    values: dict[str, dict[int, Any]] = {
+        "seconds": {few: {"torch": 1.0, "triton": 2.0}, many: {"torch": 2.0, "triton": 1.0}},
+        "elements": {few: 5000, many: 10**6},
+    }
+
+    class Measured:
+        def __init__(self) -> None:
+            self.facts = {"device": "A"}
+
+        def value(self, row: str, key: str) -> Any:
+            return values[key][few if f" {few} tokens" in row else many]
+
+    measured: Any = Measured()
+    kernel_rows._table("cuda", measured)
+    monkeypatch.setattr(choice, "has_triton", lambda: True)
+    for kernel in choice.KernelName.__args__:
+        dtype = "float32" if kernel == "adamw" else "bfloat16"
+        rows = choice._matching_rows.__wrapped__(kernel, "cuda", dtype, name="A")
+        assert rows[:2] == [(10**6, "triton"), (0, kernel_rows.WITHOUT_TRITON[kernel])], kernel
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"devices": {"A": [{"kernel": "no"}]}}', json.dumps({"more": 1})])
 def test_a_damaged_file_counts_as_empty(cache: Path, text: str) -> None:
     cache.parent.mkdir()
@@ -105,10 +131,37 @@ def test_a_damaged_file_counts_as_empty(cache: Path, text: str) -> None:
 
 
 def test_without_triton_a_gpu_runs_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "has_triton", lambda: True)
     rows = [choice._matching_rows.__wrapped__("rms_norm", "cuda", "bfloat16", name="")]
     monkeypatch.setattr(choice, "has_triton", lambda: False)
     rows.append(choice._matching_rows.__wrapped__("rms_norm", "cuda", "bfloat16", name=""))
-    assert [way for _, way in rows[1]] == ["torch"] and (not find_spec("triton") or rows[0][0][1] == "triton")
+    assert [way for _, way in rows[1]] == ["torch"] and rows[0][0][1] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("variable", "programs", "expected"),
+    [
+        (None, ["gcc"], True),
+        (None, ["clang"], True),
+        (None, ["cc"], False),
+        (None, [], False),
+        ("icx", ["icx"], True),
+        ("icx", ["gcc"], False),  # Triton calls the one that is named
+    ],
+)
+def test_triton_needs_a_compiler_of_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, programs: list[str], expected: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", variable or "")
+    if variable is None:
+        monkeypatch.delenv("CC")
+    for program in programs:
+        (tmp_path / program).touch(mode=0o755)
+    monkeypatch.setattr(choice, "find_spec", lambda name: object())
+    assert choice.has_triton.__wrapped__() is expected
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert not choice.has_triton.__wrapped__()
 
 
 def test_a_model_trains_where_triton_cannot_be_imported() -> None:

@@ -1,7 +1,9 @@
 """Each kernel in Triton against its definition: in float64 under Triton's interpreter, and compiled for a GPU."""
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -212,6 +214,25 @@ def check_extreme_gates() -> None:
             torch.testing.assert_close(grad[:6], slope[:6])
 
 
+def check_measured_gradients(kernel: str) -> None:
+    from gpu_checks.kernel_rows import measure_kernel
+
+    shapes, grad = list[list[tuple[int, ...]]](), torch.autograd.grad
+
+    def noted(outputs: Any, inputs: Any, gradients: Any) -> Any:
+        shapes.append([tuple(each.shape) for each in inputs])
+        return grad(outputs, inputs, gradients)
+
+    with patch.object(torch.autograd, "grad", noted), patch.object(torch, "compile", lambda function, **_: function):
+        measured = measure_kernel("cpu", kernel, 3)
+    assert measured["error"] < 2**-6 and all(each[-1] == (40,) for each in shapes)
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "add_rms_norm"])
+def test_the_measured_time_of_a_norm_has_the_gradient_of_its_weight(interpreted: Interpreted, kernel: str) -> None:
+    interpreted(check_measured_gradients, kernel)
+
+
 def test_gates_of_extreme_values(interpreted: Interpreted) -> None:
     interpreted(check_extreme_gates)
 
@@ -243,6 +264,9 @@ def check_dropout(spans: Spans | None, p: float, dtype: torch.dtype) -> None:
     x = torch.randn(3, len(places[0]), len(places[1])).to(dtype).requires_grad_()
     with kernels_forced("triton"), recorded_launches() as launches:
         y = apply_mask(x, keys, (5, 11), p=p, spans=spans)
+        gc.collect()
+        live = [each for each in gc.get_objects() if type(each) is Tensor and each.dtype == torch.int64]
+        assert all(each.numel() < x[0].numel() for each in live)  # No index of each element waits for backward
         (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert len(launches) == 2
     expected = torch.where(torch.tensor(kept), x.detach() * (1 / (1 - p)), 0)

@@ -232,7 +232,7 @@ def test_the_call_of_torchs_kernel_has_its_names(monkeypatch: pytest.MonkeyPatch
         return arguments[0], None, None
 
     monkeypatch.setattr(varlen.torch.ops.torch_attn, "_varlen_attn", operator)
-    kernel = variable_length._torch_kernel()
+    kernel = variable_length.torch_kernel()
     assert kernel is not None
     q, k, starts = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
     assert kernel(q, k, k, starts=starts, longest=3, scale=0.5, window=(-1, 0)) is q

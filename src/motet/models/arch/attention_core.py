@@ -19,7 +19,8 @@ from torch import Tensor
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.layers import accumulation_dtype
 from motet.models.kernels.choice import kernel_device
-from motet.models.kernels.variable_length import takes_heads, variable_length_kernel
+from motet.models.kernels.head_sizes import takes_heads
+from motet.models.kernels.variable_length import variable_length_kernel
 from motet.models.torch_private import is_amx_supported, softmax_backward, softmax_or_zeros
 
 QUERIES_PER_BLOCK = 128

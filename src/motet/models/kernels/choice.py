@@ -14,6 +14,7 @@ that name: then the rows of its file come first.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,8 +124,9 @@ def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) ->
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; CUDA builds of torch bring it."""
-    return find_spec("triton") is not None
+    """Whether Triton is installed, which CUDA builds of torch bring, and the C compiler that its first launch calls."""
+    names = [os.environ.get("CC")] if "CC" in os.environ else ["gcc", "clang"]  # noqa: TID251  (Triton reads CC too)
+    return find_spec("triton") is not None and any(name and shutil.which(name) for name in names)
 
 
 def rows_before_measurements() -> Sequence[KernelRow]:

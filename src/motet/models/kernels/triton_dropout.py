@@ -3,6 +3,7 @@
 No mask is kept: backward draws it from the keys.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,19 +41,18 @@ class CounterMask(NamedTuple):
     """The masks of rows: element i of row r is drawn from key r and index `first + i`, or `indices[i]`."""
 
     keys: Tensor  # [rows, 2] int32, the low and the high half
-    first: int
-    indices: Tensor | None  # int64, all below 2^32
+    make_indices: Callable[[], tuple[int, Tensor | None]]  # (first, indices), int64 below 2^32; not kept for backward
     smallest_kept: int
     factor: float
 
 
 def _drop(x: Tensor, mask: CounterMask) -> Tensor:
-    rows = len(mask.keys)
+    rows, (first, indices) = len(mask.keys), mask.make_indices()
     out, count = torch.empty_like(x), x.numel() // rows
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
     constants = {"smallest_kept": mask.smallest_kept, "factor": mask.factor, "wide": wide, "width": _WIDTH}
     grid = triton.cdiv(count, _WIDTH), rows
-    launch(drop_elements, grid, x, out, mask.keys, mask.indices, mask.first, count, **constants)
+    launch(drop_elements, grid, x, out, mask.keys, indices, first, count, **constants)
     return out
 
 

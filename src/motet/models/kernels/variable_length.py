@@ -7,7 +7,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
 _NEEDED_OPTIONS = {"scale", "window_size", "enable_gqa"}
 _MIN_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
 
@@ -28,11 +27,11 @@ def variable_length_kernel(x: Tensor) -> VariableLengthKernel | None:
     """The kernel for activations like x, or None. It is FlashAttention's: not where a job names another kernel."""
     if not x.is_cuda or x.dtype.itemsize != 2 or not torch.backends.cuda.flash_sdp_enabled():
         return None
-    return _torch_kernel() if torch.cuda.get_device_capability(x.device)[0] >= _MIN_CAPABILITY else None
+    return torch_kernel() if torch.cuda.get_device_capability(x.device)[0] >= _MIN_CAPABILITY else None
 
 
 @cache
-def _torch_kernel() -> VariableLengthKernel | None:
+def torch_kernel() -> VariableLengthKernel | None:
     """torch's kernel; None in versions of torch whose kernel takes neither windows nor groups of query heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -48,8 +47,3 @@ def _torch_kernel() -> VariableLengthKernel | None:
         return cast(Tensor, varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, **options))
 
     return attend
-
-
-def takes_heads(key_dim: int, value_dim: int) -> bool:
-    """Whether the kernel computes heads of these sizes; values that are smaller than keys are padded."""
-    return value_dim <= key_dim <= MAX_HEAD_DIM and key_dim % HEAD_DIM_MULTIPLE == 0

@@ -104,8 +104,20 @@ def _check_attention(job: Job) -> None:
     """Refuse a kernel of attention that a GPU does not have for the dtype or the heads of the model."""
     if job.run.device == "cuda" or _may_have_gpus(job):
         spec, adds_bias = model_spec(job), isinstance(job.model, EncoderDecoderSettings)
-        problem = attention_problem(job.precision, spec.attention if spec else (), adds_bias=adds_bias)
+        heads, adds_mask = spec.attention if spec else (), _needs_mask_of_pairs(job)
+        problem = attention_problem(job.precision, heads, adds_bias=adds_bias, adds_mask=adds_mask)
         check_input(not problem, problem)
+
+
+def _needs_mask_of_pairs(job: Job) -> bool:
+    """Whether a model of motet's own hides keys within a row, and this version of torch has no kernel for it."""
+    if job.precision.attention != "flash" or isinstance(job.model, UserModuleSettings):
+        return False
+    from motet.models.kernels.variable_length import torch_kernel  # torch is loaded here
+
+    window = getattr(job.model, "sliding_window", None) or job.data.sequence_length
+    has_documents = job.data.restart_documents and job.data.objective != "classify"
+    return (has_documents or window < job.data.sequence_length) and torch_kernel() is None
 
 
 def _check_server_count(job: Job) -> None:

@@ -22,6 +22,7 @@ from motet.core.units import DTYPE_BYTES, format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StorageLife
 from motet.memory.policy_choice import Place, StatePlaces, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
+from motet.models.kernels.head_sizes import takes_heads
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
@@ -394,7 +395,9 @@ def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> M
     if job.run.device != "cuda":
         return shape
     is_narrow = DTYPE_BYTES[job.precision.resolved.compute] == 2
-    has_kernel = is_narrow and job.precision.attention in ("auto", "flash")
+    spec, may_use_kernel = model_spec(job), is_narrow and job.precision.attention in ("auto", "flash")
+    heads = spec.attention if spec else ()
+    has_kernel = may_use_kernel and all(takes_heads(each.key_dim, each.value_dim) for each in heads)
     return replace(shape, variable_length=has_kernel, device="cuda")
 
 

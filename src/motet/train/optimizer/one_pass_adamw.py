@@ -36,7 +36,7 @@ class OnePassAdamW:
         beta1, beta2 = self._settings.betas
         rates = [(group["lr"], group["weight_decay"]) for group in self._optimizer.param_groups]
         rows = [[*rate, beta1, beta2, self._settings.eps, scale] for rate in rates]
-        numbers = torch.tensor(rows, dtype=torch.float64, device=next(iter(masters.values())).device)
+        numbers = _on_device(torch.tensor(rows, dtype=torch.float64), next(iter(masters.values())).device)
         for index, master in masters.items():
             state: Mapping[str, Any] = states[index]
             _update_adamw(
@@ -47,6 +47,11 @@ class OnePassAdamW:
                 step=state["step"],
                 compute=self._compute[index],
             )
+
+
+def _on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """A copy from pinned memory on a GPU, for which the host does not wait."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def takes_one_pass(settings: OptimizerSettings, masters: Sequence[Tensor]) -> bool:
