@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from motet.cli.job_arguments import load_job_or_config
 from motet.cli.main import app
 from motet.collectives.cost.cluster_fabric import VendorCosts
 from motet.core.errors import InputError
 from motet.core.text_files import to_toml
 from motet.models.spec.layer_specs import BlockSpec, LayerSpec, MicroBatchShape, SavedActivation
+from motet.parallel.layout import layout_of_sizes
 from motet.plan.frameworks import STACKS
 from motet.plan.planned_cluster import PlannedCluster, load_planned_cluster, rates_of
+from motet.plan.search.layout_space import with_layout
 from motet.plan.time.kernel_times import DeviceRates, KernelTimes
+from motet.train.forecast.planned_job import own_stack, planned_step
 
 RATES = {
     "products": {"bfloat16": 700e12},
@@ -106,3 +110,40 @@ def test_both_stacks_differ_only_in_their_blocks() -> None:
     eager, compiled = STACKS["motet"], STACKS["motet-compiled"]
     blocks = {name: getattr(eager, name) for name in ("name", "elementwise_passes", "kernels_per_block", "as_written")}
     assert replace(compiled, **blocks) == eager
+
+
+FORWARD = "communication.overlap=forward"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout", "is_compiled"),
+    [
+        ("", "zero=1", True),
+        ("", "zero=1 cp=2", False),
+        ("", "zero=1 recompute=selective", False),
+        ("", "zero=1 recompute=full", True),
+        ("layout.cp=2", "zero=1", True),
+        ("layout.cp=2", "zero=1 cp=2", False),
+        ("memory.recompute=selective", "zero=1", True),
+        (f"layout.zero=1 {FORWARD}", "zero=0", False),
+        (f"layout.zero=1 {FORWARD}", "zero=1", False),
+        (f"layout.zero=1 {FORWARD}", "zero=3", True),
+        ("run.reproducible=layout", "zero=1", False),
+        ("model.dropout=0.1", "zero=1", False),
+        ("precision.recipe=fp64", "zero=1", False),
+        ("memory.device_limit=64GiB", "zero=1", False),
+        ("model.experts.count=4 model.experts.per_token=2 model.experts.hidden=128", "zero=1", False),
+        ("run.compile=off", "zero=1", False),
+    ],
+)
+def test_each_step_takes_compiled_blocks_where_its_layout_and_the_job_allow_them(
+    overrides: str, layout: str, is_compiled: bool
+) -> None:
+    job, times = load_job_or_config("tiny", overrides.split()), load_planned_cluster("h100", 8).step_times
+    step = with_layout(planned_step(job, layout_of_sizes(), stack=own_stack(job)), layout, 8)
+    compiled, written = (
+        times.predict(replace(step, stack=replace(STACKS[name], as_written=""))).seconds
+        for name in ("motet-compiled", "motet")
+    )
+    assert compiled < written
+    assert times.predict(step).seconds == (compiled if is_compiled else written)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from motet.core.errors import InputError, check_input
@@ -24,6 +25,7 @@ from motet.parallel.data_parallel.zero import (
     with_transfers,
 )
 from motet.parallel.layout import Layout
+from motet.parallel.techniques import conflict_with
 from motet.plan.frameworks import EXPERT_IMBALANCE, STACKS, SoftwareStack
 from motet.precision.recipe import RECIPES, PrecisionRecipe
 
@@ -105,9 +107,9 @@ class PlannedStep:
 
     @property
     def block_stack(self) -> SoftwareStack:
-        """The stack whose kernels compute the blocks: those as written where a step cannot compile them."""
+        """The stack whose kernels compute the blocks: those as written where the step rules out compiled ones."""
         name = self.stack.as_written
-        return STACKS[name] if name and (self.layout.cp > 1 or self.recompute == "selective") else self.stack
+        return STACKS[name] if name and _rules_out_compiling(_step_values(self)) else self.stack
 
     @property
     def layout_text(self) -> str:
@@ -199,6 +201,25 @@ class PlannedStep:
     def model_flops(self) -> float:
         """FLOPs of forward and backward over the global batch, causal attention counted half, without recomputation."""
         return float(self.spec.training_flops(MicroBatchShape(self.global_batch, self.sequence, self.source)))
+
+
+# Setting of a job -> the attribute of a step that takes its place. The planner tries several values of them.
+STEP_SETTINGS = {
+    **{f"layout.{name}": f"layout.{name}" for name in ("zero", "tp", "sp", "cp", "pp", "ep")},
+    "memory.recompute": "recompute",
+    "memory.optimizer": "states",
+    "communication.overlap": "communication.overlap",
+}
+_step_values = attrgetter(*STEP_SETTINGS.values())
+
+
+@lru_cache(maxsize=1 << 14)
+def _rules_out_compiling(values: tuple[object, ...]) -> bool:
+    settings = dict[str, dict[str, object]]()
+    for key, value in zip(STEP_SETTINGS, values, strict=True):
+        section, _, name = key.partition(".")
+        settings.setdefault(section, {})[name] = value
+    return conflict_with("compiled blocks", settings) is not None
 
 
 _RankDegrees = tuple[int, bool, int, int]  # tp, sp, ep, expert_tp

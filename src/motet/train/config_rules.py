@@ -165,11 +165,16 @@ def _settable_values(job: object, key: str, accepted: AcceptedValues) -> list[ob
 def drop_unused_settings(tree: dict[str, Any], rules: Iterable[SettingRequirement] = SETTING_REQUIREMENTS) -> None:
     """Remove settings without effect from a complete job, as plain nested values."""
     for rule in rules:
-        path, _, name = rule.setting.rpartition(".")
         keys = [key for key in rule.depends_on.split(" or ") if nested_value(tree, key.rpartition(".")[0]) is not None]
         has_effect = not keys or any(is_accepted(nested_value(tree, key), rule.accepted) for key in keys)
-        if not has_effect and isinstance(section := nested_value(tree, path), dict):
-            section.pop(name, None)
+        if not has_effect:
+            _drop(tree, rule.setting)
+
+
+def _drop(tree: dict[str, Any], key: str) -> None:
+    path, _, name = key.rpartition(".")
+    if isinstance(section := nested_value(tree, path), dict):
+        section.pop(name, None)
 
 
 def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) -> None:
@@ -195,6 +200,7 @@ def effective_settings(sections: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
+<<<<<<< HEAD
 def reason_against_compiling(sections: Mapping[str, object]) -> str | None:
     """Why `run.compile` would compile no block of a job, as far as its settings say."""
     tree = effective_settings(sections)
@@ -210,6 +216,19 @@ def reason_against_compiling(sections: Mapping[str, object]) -> str | None:
             f"communication.tp_pieces = {pieces} sends pieces of an activation between products, which a graph does not"
         )
     return conflict_with("compiled blocks", tree)
+=======
+def reason_against_compiling(sections: Mapping[str, object], *, without: Iterable[str] = ()) -> str | None:
+    """Why `run.compile` would compile no block of a job, as far as its settings say; those of `without` are ignored."""
+    precision, model = sections.get("precision"), sections.get("model")
+    if isinstance(precision, PrecisionSettings) and precision.resolved.compute in UNCOMPILED_DTYPES:
+        return "float64 is for comparisons of numbers, which compiled code rounds in another order"
+    if getattr(model, "dropout", 0.0):
+        return HAS_DROPOUT
+    settings = effective_settings(sections)
+    for key in without:
+        _drop(settings, key)
+    return conflict_with("compiled blocks", settings)
+>>>>>>> fixc
 
 
 def _format_value(value: object) -> str:

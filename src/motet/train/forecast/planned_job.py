@@ -8,14 +8,15 @@ from motet.models.settings import EncoderDecoderSettings, TransformerSettings, U
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.layout import Layout
 from motet.plan.frameworks import STACKS
-from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep, Recompute
+from motet.plan.planned_step import POLICY_OF_BLOCKS, STEP_SETTINGS, PlannedModel, PlannedStep, Recompute
 from motet.train.config_rules import reason_against_compiling
 from motet.train.job import Job, batch_shape
 
 
 def own_stack(job: Job) -> str:
-    """The framework that motet is on GPUs: its blocks are compiled, or run as written."""
-    is_written = job.run.compile == "off" or reason_against_compiling(dict(job)) is not None
+    """The framework that motet is on GPUs: its blocks are compiled, or run as written in every layout."""
+    reason = reason_against_compiling(dict(job), without=STEP_SETTINGS)
+    is_written = job.run.compile == "off" or reason is not None
     return "motet" if is_written or _drops_by_config(job) else "motet-compiled"
 
 
