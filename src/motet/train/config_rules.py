@@ -200,11 +200,9 @@ def effective_settings(sections: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
-<<<<<<< HEAD
-def reason_against_compiling(sections: Mapping[str, object]) -> str | None:
-    """Why `run.compile` would compile no block of a job, as far as its settings say."""
-    tree = effective_settings(sections)
-    precision = sections.get("precision")
+def reason_against_compiling(sections: Mapping[str, object], *, without: Iterable[str] = ()) -> str | None:
+    """Why `run.compile` would compile no block of a job, as far as its settings say; those of `without` are ignored."""
+    tree, precision = effective_settings(sections), sections.get("precision")
     if isinstance(precision, PrecisionSettings) and precision.resolved.compute in UNCOMPILED_DTYPES:
         return COMPARES_IN_FLOAT64
     if nested_value(tree, "precision.emulate"):
@@ -215,20 +213,9 @@ def reason_against_compiling(sections: Mapping[str, object]) -> str | None:
         return (
             f"communication.tp_pieces = {pieces} sends pieces of an activation between products, which a graph does not"
         )
-    return conflict_with("compiled blocks", tree)
-=======
-def reason_against_compiling(sections: Mapping[str, object], *, without: Iterable[str] = ()) -> str | None:
-    """Why `run.compile` would compile no block of a job, as far as its settings say; those of `without` are ignored."""
-    precision, model = sections.get("precision"), sections.get("model")
-    if isinstance(precision, PrecisionSettings) and precision.resolved.compute in UNCOMPILED_DTYPES:
-        return "float64 is for comparisons of numbers, which compiled code rounds in another order"
-    if getattr(model, "dropout", 0.0):
-        return HAS_DROPOUT
-    settings = effective_settings(sections)
     for key in without:
-        _drop(settings, key)
-    return conflict_with("compiled blocks", settings)
->>>>>>> fixc
+        _drop(tree, key)
+    return conflict_with("compiled blocks", tree)
 
 
 def _format_value(value: object) -> str:
