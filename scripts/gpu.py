@@ -43,7 +43,7 @@ def sections_for(device: str, folder: str) -> list[Section]:
     from gpu_checks.kernel_rows import kernel_rows
     from gpu_checks.model_rows import host_model_rows, model_rows, plan_rows, wait_rows
     from gpu_checks.parity_rows import host_rows, layout_rows, parity_rows
-    from gpu_checks.speed_rows import block_rows, more_rate_rows, rate_rows
+    from gpu_checks.speed_rows import block_rows, compiled_block_rows, more_rate_rows, rate_rows
 
     return [
         Section("Peak rates", 12, rate_rows(device)),
@@ -51,6 +51,7 @@ def sections_for(device: str, folder: str) -> list[Section]:
         Section("Correctness", 50, parity_rows(device, folder)),
         Section(LAYOUTS, 95, layout_rows(device, folder)),
         Section("Blocks, forward and backward in bf16", 20, block_rows(device)),
+        Section("Compiled blocks, forward and backward in bf16", 40, compiled_block_rows(device)),
         Section("Kernels of a block in bf16, forward and backward", 30, kernel_rows(device)),
         Section("Models, bf16 with float32 masters and AdamW", 45, model_rows(device)),
         Section("Plan against measurement", 40, plan_rows(device)),

@@ -50,7 +50,8 @@ damaged or another user's counts as empty.
 
 Under Triton's interpreter on a CPU, every kernel of this page and its gradients equal formulas in float64 to 1e-12. The
 sizes and strides are odd ones. A step of the built-in `tiny` with all of them equals the plain one. A test compiles
-every launch for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts what they save.
+every launch of the kernels of blocks for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts
+what they save.
 **No GPU has run them yet**: their speed is not checked, nor the rounding of bfloat16, which the interpreter truncates.
 The planned memory of dropout on a GPU counts a mask of one byte for each element, which these kernels do not keep.
 That of the loss assumes that Triton runs: without it, the loss takes more than the plan says.
