@@ -27,7 +27,7 @@ from parts.arguments import parse_arguments
 from parts.rank_processes import launch
 from parts.report.pages import DOCS, collected_results, fill, load_of_machine, store_result, table
 from parts.rounds import interleave, progress, ratio_text
-from train_step import CLIP_NORM, LENGTH, ROWS, Runner, adamw, loss_of, module_of, motet_runner, timed
+from train_step import LENGTH, ROWS, Runner, module_of, motet_runner, timed_loop
 
 PAGE = DOCS / "compiled-blocks.md"
 COMPILED = "run.compile=blocks"
@@ -118,7 +118,6 @@ def report(ranks: int, threads: int, times: dict[str, list[float]]) -> None:
 
 def peer_runner(name: str) -> Runner:
     """The loop of a training script around the same module, whose blocks may be compiled."""
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     module: Any = module_of("tiny")
@@ -132,17 +131,7 @@ def peer_runner(name: str) -> Runner:
             fully_shard(each)
     elif name.startswith("DDP"):
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = adamw(module)
-
-    def step(tokens: Any) -> float:
-        loss = loss_of(module(tokens[:, :-1]), tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return timed(step)
+    return timed_loop(module, "fp32")
 
 
 def measure_starts(count: int) -> list[list[str]]:

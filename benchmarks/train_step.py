@@ -240,10 +240,15 @@ def motet_runner(model: str, dtype: str, *overrides: str) -> Runner:
 
 
 def ddp_runner(model: str, dtype: str) -> Runner:
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    module = DistributedDataParallel(module_of(model), gradient_as_bucket_view=True)
+    return timed_loop(DistributedDataParallel(module_of(model), gradient_as_bucket_view=True), dtype)
+
+
+def timed_loop(module: Any, dtype: str) -> Runner:
+    """The loop of a training script, which knows no framework."""
+    import torch
+
     optimizer = adamw(module)
 
     def step(tokens: Any) -> float:
