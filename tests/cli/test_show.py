@@ -263,7 +263,7 @@ def test_a_step_is_drawn_in_seconds(tmp_path: Path) -> None:
     drawn = ElementTree.fromstring(picture.read_text()).iter("{http://www.w3.org/2000/svg}rect")
     assert sum("box" in box.get("class", "") for box in drawn) == len(found["events"])
     text = run(*STEP, command="step").output
-    assert "network  all-reduce bucket 0" in text and "a step takes 12" in text
+    assert "network  all-reduce bucket 0" in text and "a step takes 8" in text  # With compiled blocks
     assert [line.split()[0] for line in text.splitlines()[3:5]] == ["compute", "network"]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motet.models import layout_invariant_dropout
-from motet.models.dropout_mask import draw_mask
+from motet.models.dropout_mask import apply_mask, draw_mask
 from motet.models.user_module import find_blocks
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import TrainingComponents, build_components, precision_context
@@ -140,13 +140,13 @@ def _train_with_nested_backwards(group: RankGroup, job: Job) -> tuple[int, list[
 
     def draw(*given: Any, **more: Any) -> Tensor:
         threads.add(threading.get_ident())
-        return draw_mask(*given, **more)
+        return apply_mask(*given, **more)
 
     def nested(block: nn.Module, x: Tensor, depth: int = 64, **more: Any) -> Any:
         return checkpoint(partial(nested, block, depth=depth - 1), x, use_reentrant=True) if depth else block(x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_invariant_dropout, "draw_mask", draw)
+        patch.setattr(layout_invariant_dropout, "apply_mask", draw)
         patch.setattr(trainable_user_models, "checkpoint", nested)
         trained = train(group, job, STEPS)
     return len(threads), trained.losses, trained.parameters

@@ -13,9 +13,9 @@ from motet.parallel.model_sharding import DimensionSplit
 from motet.parallel.proof.comparison import ProofMismatchError
 from motet.parallel.tensor_parallel import split_proof
 from motet.parallel.tensor_parallel.split_proposals import SplitProposal
-from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
+from motet.train.proof import proposed_sharding
 from motet.train.proof.proposed_sharding import RandomBatches
 from train.test_twin_of_job import _COMMON, _family_job, _layout_words
 

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 from torch import nn
 
-from motet.train import proposed_sharding
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
+from motet.train.proof import proposed_sharding
 from motet.train.proof.module_key import proof_key
 from motet.train.proof.proof_cache import ProofCache, StoredProof, open_proof_cache
 from motet.train.proof.proposed_sharding import sharding_of_job

@@ -12,11 +12,10 @@ import pytest
 
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import DimensionSplit, ModelInventory, ModelSharding, ShardRule, TensorInfo
-from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.job_step_plan import step_plan_of_split_job
 from motet.train.launch.preflight import check_job
-from motet.train.proof import proof_cache
+from motet.train.proof import proof_cache, proposed_sharding
 from motet.train.proof.proof_cache import EARLIER_RUN, keep_proof_of_job, read_proof_of_job
 
 _INVENTORY = ModelInventory((TensorInfo("head.weight", (8, 4), "float32", "trained", aliases=("embedding.weight",)),))

@@ -16,10 +16,9 @@ from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.spec.shrink import SmallSizes
 from motet.parallel.model_sharding import ModelSharding
 from motet.parallel.proof.twin_match import TwinMismatchError
-from motet.train import proposed_sharding
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
-from motet.train.proof import twin_of_job
+from motet.train.proof import proposed_sharding, twin_of_job
 from motet.train.proof.proposed_sharding import RandomBatches
 
 # Sizes of the families that are large enough for a smaller twin, by their names in configs.
