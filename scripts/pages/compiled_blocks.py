@@ -101,7 +101,7 @@ def page() -> str:
         "difference",
         "graphs, `tp=2 sp=true`",
         "difference, `tp=2 sp=true`",
-        "as written because",
+        "eager because",
     ]
     cells = [
         [
@@ -113,10 +113,10 @@ def page() -> str:
     ]
     return f"""# Compiled blocks, on models
 
-Small models with random weights were trained for {STEPS} steps in float64, with `run.compile=blocks` and as written, on
+Small models with random weights were trained for {STEPS} steps in float64, with `run.compile=blocks` and eagerly, on
 one device and over two ranks that split layers and tokens. All blocks of one kind share a graph, which `fullgraph=True`
 makes without a break: a model with two kinds of blocks has two. The columns of differences have the largest relative
-difference of any loss, norm, gradient or parameter between compiled and as written; the worst of all is {worst:.1e},
+difference of any loss, norm, gradient or parameter between compiled and eager; the worst of all is {worst:.1e},
 and {LIMIT:.0e} is the limit. The graphs ran with torch's kernels, so that float64 shows every mistake of a graph, of a
 collective in it and of its gradients; the code that torch.compile makes of a graph rounds in another order
 ([benchmark](../benchmarks/compiled-blocks.md)). Models of transformers keep the precision of the job inside of a graph

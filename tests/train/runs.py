@@ -111,6 +111,18 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
 
 
+class StopAt(StopFlag):
+    """A request to stop before a step, counted from 0."""
+
+    def __init__(self, step: int) -> None:
+        self._left = step
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]  # the loop reads it once a step
+        self._left -= 1
+        return self._left < 0
+
+
 def run_job(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).completed_steps
 

@@ -16,21 +16,9 @@ from motet.train.loop import run_rank
 from motet.train.state import newest_checkpoint
 from ranks import Ranks
 from train.mixture_runs import job_of_family
-from train.runs import same_bits, saved_tensors
+from train.runs import StopAt, same_bits, saved_tensors
 
 BALANCE = "kind='bias', weight=0.1, speed=0.02"
-
-
-class StopAt(StopFlag):
-    """A request to stop before a step, counted from 0."""
-
-    def __init__(self, step: int) -> None:
-        self._left = step
-
-    @property
-    def requested(self) -> bool:  # type: ignore[override]  # the loop reads it once a step
-        self._left -= 1
-        return self._left < 0
 
 
 def run(place: RankEnvironment, job: Job, folder: Path, stop: int | None = None) -> int:

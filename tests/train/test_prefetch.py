@@ -26,7 +26,7 @@ from motet.train.launch.failures import StopFlag
 from motet.train.loop import run_rank
 from ranks import RankFailureError, Ranks
 from train.pipeline_runs import job_of_model
-from train.runs import same_bits, saved_tensors, small_job
+from train.runs import StopAt, same_bits, saved_tensors, small_job
 
 STEPS = 6
 
@@ -175,20 +175,8 @@ def test_a_damaged_sample_ends_the_run_at_its_step_with_its_sentence(ranks: Rank
     assert ends[0] == ends[1] and len(ends[0][1]) > 3
 
 
-class _StopAfter(StopFlag):
-    """A request to stop that comes when the run begins a step (from 0)."""
-
-    def __init__(self, step: int) -> None:
-        self._left = step
-
-    @property
-    def requested(self) -> bool:  # type: ignore[override]  # the loop reads it once a step
-        self._left -= 1
-        return self._left < 0
-
-
 def run_until_stopped(place: RankEnvironment, job: Job, folder: Path) -> tuple[int, list[str]]:
-    steps = run_rank(job, place, folder, _StopAfter(2)).completed_steps
+    steps = run_rank(job, place, folder, StopAt(2)).completed_steps
     return steps, [thread.name for thread in threading.enumerate() if thread.name.startswith(QUEUE)]
 
 

@@ -165,9 +165,7 @@ class RunReport:
         if compiled is not None and compiled.reason not in (None, self._uncompiled):
             self._uncompiled = compiled.reason
             self.monitor.on_event(
-                WarningIssued(
-                    text=f"blocks run as written, not compiled: {compiled.reason} (run.compile=off: no warning)"
-                )
+                WarningIssued(text=f"blocks run eagerly, not compiled: {compiled.reason} (run.compile=off: no warning)")
             )
 
     def report_sample(self) -> None:

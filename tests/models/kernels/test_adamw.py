@@ -11,6 +11,7 @@ from motet.models.kernels import choice
 from motet.models.kernels.choice import kernels_forced
 from motet.models.kernels.launches import recorded_launches
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import make_step_plan
@@ -118,7 +119,9 @@ def check_steps(recipe: str, zero: int) -> None:
     for name, values in before.items():
         scale, decay = (0.5, 0.3) if name.startswith("last") else (1.0, DECAY if values.ndim > 1 else 0.0)
         expected = expected_after(values, 3, rate=RATE * scale, decay=decay)
-        master = state[f"master/{name}"].values.view_as(expected)  # type: ignore[union-attr]
+        shard = state[f"master/{name}"]
+        assert isinstance(shard, LocalShard)
+        master = shard.values.view_as(expected)
         assert (master - expected).abs().max() <= (1e-12 if wide else 3e-4)
         parameter = net.get_parameter(name)
         assert parameter.dtype == getattr(torch, RECIPES[recipe].compute)
