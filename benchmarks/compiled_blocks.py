@@ -1,10 +1,10 @@
-"""A step with compiled blocks: motet against itself as written, and against blocks that plain PyTorch compiles.
+"""A step with compiled blocks: motet against its eager blocks, and against blocks that plain PyTorch compiles.
 
 All contenders train the model of the job `tiny` on the same batches in the same rank processes, a few steps each in
 turn; a round gives one ratio per pair, and medians and quartiles over the rounds are printed. One rank has plain
 PyTorch as its peer. Two ranks have DDP, and at stage 3 FSDP2; blocks of the peers are compiled one by one as well, with
 `block.compile(fullgraph=True)` before they are wrapped. Then new processes train one step: with an empty cache of
-compiled code, with the cache that the first of them left, and as written.
+compiled code, with the cache that the first of them left, and eager.
 
     python benchmarks/compiled_blocks.py [--rounds 15] [--starts 3] [--page]
 
@@ -136,11 +136,11 @@ def peer_runner(name: str) -> Runner:
 
 def measure_starts(count: int) -> list[list[str]]:
     """The seconds of the first step of new processes."""
-    seconds: dict[str, list[float]] = {"as written": [], "compiled, with an empty cache": [], "compiled, cached": []}
+    seconds: dict[str, list[float]] = {"eager": [], "compiled, with an empty cache": [], "compiled, cached": []}
     for _ in range(count):
         with tempfile.TemporaryDirectory() as cache:
             for name, times in seconds.items():
-                setting = "off" if name == "as written" else "blocks"
+                setting = "off" if name == "eager" else "blocks"
                 times.append(_first_step_s(cache, f"run.compile={setting}"))
     rows = [[name, f"{statistics.median(times):.1f}"] for name, times in seconds.items()]
     for row in rows:

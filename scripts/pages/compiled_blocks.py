@@ -37,13 +37,13 @@ def names() -> list[str]:
 
 
 def measure(words: list[str]) -> tuple[str, bool]:
-    """Train these jobs and families, or all, with compiled blocks and as written."""
+    """Train these jobs and families, or all, with compiled blocks and eagerly."""
     measure_families(words, names(), DATA, columns=COLUMNS, measure_family=_measure)
     return page(), all(_is_equal(row) for row in rows_of_data(DATA))
 
 
 def small_job_of(name: str, folder: Path, layout: str = "") -> Job:
-    """A small job of this name in float64, as written."""
+    """A small job of this name in float64, eager."""
     if not name.startswith("job "):
         return job_of(name, folder, layout, NO_DROPOUT.get(name))
     name = name.removeprefix("job ")

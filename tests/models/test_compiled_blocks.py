@@ -1,4 +1,4 @@
-"""Blocks that torch.compile makes graphs of: what a graph has, what runs as written, and what is refused."""
+"""Blocks that torch.compile makes graphs of: what a graph has, what runs eagerly, and what is refused."""
 
 from collections.abc import Iterator
 from unittest.mock import patch

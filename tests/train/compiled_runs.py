@@ -60,7 +60,7 @@ def train_compiled(
 
 
 def train_foreign(group: RankGroup, job: Job, steps: int = 3) -> CompiledRun:
-    """Train a module that asks for float32 in float64, as it does as written."""
+    """Train a module that asks for float32 in float64, as it does eagerly."""
     return train_compiled(group, job, steps, traces_modes=True)
 
 

@@ -1,4 +1,4 @@
-"""Training with compiled blocks computes the numbers of blocks that run as written, with each technique."""
+"""Training with compiled blocks computes the numbers of eager blocks, with each technique."""
 
 import warnings
 from collections import Counter
@@ -143,7 +143,7 @@ def test_code_is_as_near_to_float64_as_blocks_as_written(ranks: Ranks, folder: P
 
 
 def test_steps_of_the_numerics_monitor_have_all_rows(folder: Path) -> None:
-    """Hooks that stay for one step are no part of a graph: such a step runs as written, and others compile."""
+    """Hooks that stay for one step are no part of a graph: such a step runs eagerly, and others compile."""
     with patch.object(torch_private, "generate_code", as_traced), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         job = job_of_model(folder, "decoder", "precision.recipe=fp32", "monitor.numerics_every=2", "run.compile=blocks")

@@ -107,7 +107,7 @@ class PlannedStep:
 
     @property
     def block_stack(self) -> SoftwareStack:
-        """The stack whose kernels compute the blocks: those as written where the step rules out compiled ones."""
+        """The stack whose kernels compute the blocks: eager ones where the step rules out compiled ones."""
         name = self.stack.as_written
         return STACKS[name] if name and _rules_out_compiling(_step_values(self)) else self.stack
 

@@ -2,7 +2,7 @@
 
 The forward of a block is compiled, after its layers are split and before FSDP2 shards it. Hooks of the block itself,
 recomputation and gathering of parameters surround the graph; hooks of its layers, which communicate activations, are
-part of it. Without gradients, and inside of torch modes that watch kernels, a block runs as written.
+part of it. Without gradients, and inside of torch modes that watch kernels, a block runs eagerly.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -35,14 +35,14 @@ class CompiledBlocks:
     """The blocks of a module, whose forwards are compiled when they are first called."""
 
     def __init__(self, blocks: Sequence[nn.Module], *, falls_back: bool) -> None:
-        """Compile the forwards of blocks. With `falls_back`, calls that cannot become one graph run as written, for a
+        """Compile the forwards of blocks. With `falls_back`, calls that cannot become one graph run eagerly, for a
         `reason`."""
         self.reason: str | None = None
         self.graphs = 0  # Made so far: one for each kind of block, and for each shape of its inputs
         self.log: Callable[[str], None] = lambda text: None  # Called with a line where compilation takes long
-        self.is_paused = False  # Blocks run as written
+        self.is_paused = False  # Blocks run eagerly
         self._falls_back, self._unshared = falls_back, blocks
-        self._failed = set[Hashable]()  # Calls that run as written, also where backward recomputes them
+        self._failed = set[Hashable]()  # Calls that run eagerly, also where backward recomputes them
         if not blocks:
             return
         max_graphs = MAX_GRAPHS_OF_AUTO if falls_back else MAX_GRAPHS

@@ -14,7 +14,7 @@ from motet.train.job import Job, batch_shape
 
 
 def own_stack(job: Job) -> str:
-    """The framework that motet is on GPUs: its blocks are compiled, or run as written in every layout."""
+    """The framework that motet is on GPUs: its blocks are compiled, or run eagerly in every layout."""
     reason = reason_against_compiling(dict(job), without=STEP_SETTINGS)
     is_written = job.run.compile == "off" or reason is not None
     return "motet" if is_written or _drops_by_config(job) else "motet-compiled"

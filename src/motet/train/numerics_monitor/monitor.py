@@ -141,7 +141,7 @@ class NumericsMonitor:
         return [tensor.name for tensor in self.engine.plan.inventory.tensors if tensor.kind == "trained"]
 
     def begin(self) -> ActivationCounts:
-        """Count the activations of the forwards and backwards that follow, in which blocks run as written."""
+        """Count the activations of the forwards and backwards that follow, in which blocks run eagerly."""
         if self.engine.compiled is not None:
             self.engine.compiled.is_paused = True  # A graph knows no hook that stays for one step
         return ActivationCounts(self.engine.module, self._sites, self._formats, device=self.engine.group.device)
