@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import motet
+from motet.cluster import host_limits
 from motet.core.errors import InputError
 from motet.models import generation
 from motet.models.kernels import variable_length
 from motet.precision.attention_kernels import attention_problem
 from motet.precision.numerics import numerics_remark, precision_numerics
 from motet.precision.recipe import PrecisionSettings
-from motet.train.launch import preflight
 from motet.train.launch.preflight import check_job
 from train.runs import small_job
 
@@ -129,7 +129,7 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch: py
     job = small_job(tmp_path, *narrow, "model.head_dim=20")
     with pytest.raises(InputError, match=r"takes heads of 8, 16, ... 256 components, and the model has 20"):
         check_job(job, 1)
-    monkeypatch.setattr(preflight, "_GPU_DEVICE_FILES", ())
+    monkeypatch.setattr(host_limits, "_GPU_DEVICE_FILES", ())
     check_job(small_job(tmp_path, "precision.attention=flash"), 1)  # A machine without GPUs
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from motet.cluster import host_limits
 from motet.cluster.host_limits import TORCH_PROCESS_BYTES, MemoryLimit, read_memory_limits
 from motet.core.errors import InputError, PeerFailedError
 from motet.core.units import format_bytes
@@ -167,7 +168,7 @@ JOB_WEIGHTS = 4 * (4096 * 512 + 24 * (4 * 512**2 + 3 * 512 * 2048 + 2 * 512) + 5
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(preflight, "_GPU_DEVICE_FILES", ())
+    monkeypatch.setattr(host_limits, "_GPU_DEVICE_FILES", ())
     limit = MemoryLimit("RLIMIT_DATA (ulimit -d) allows", size, is_shared=False)
     monkeypatch.setattr(preflight, "read_memory_limits", lambda: [limit])
 
@@ -194,7 +195,7 @@ def test_the_supervisor_checks_models_that_it_knows(monkeypatch: pytest.MonkeyPa
 
 def test_a_control_group_limits_the_ranks_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fake folder of control groups, in which eight ranks of stage 3 fit, and eight of stage 0 do not."""
-    monkeypatch.setattr(preflight, "_GPU_DEVICE_FILES", ())
+    monkeypatch.setattr(host_limits, "_GPU_DEVICE_FILES", ())
     (tmp_path / "own").write_text("0::/pod/box\n")
     (tmp_path / "pod/box").mkdir(parents=True)
     (tmp_path / "pod/memory.max").write_text(f"{8 * (TORCH_PROCESS_BYTES + JOB_WEIGHTS)}\n")

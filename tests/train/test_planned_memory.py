@@ -12,6 +12,7 @@ from motet.plan.memory.step_memory import estimate_memory
 from motet.plan.search.layout_space import with_layout
 from motet.train.forecast.planned_job import planned_step, step_of_run
 from motet.train.job import Job
+from motet.train.memory_check.predicted_ranks import predict_step_memory
 from motet.train.memory_check.step_memory import measure_on_group
 from ranks import Ranks
 from train.runs import small_job
@@ -56,6 +57,19 @@ def test_planned_memory_is_that_of_each_rank(ranks: Ranks, tmp_path: Path, model
     for rank, measured in enumerate(peaks):
         stage_bytes = memory.ranks[rank * step.layout.pp // world].allocated
         assert abs(stage_bytes / measured - 1) < TOLERANCE, (rank, measured, memory.ranks)
+
+
+@pytest.mark.parametrize("settings", [[], ["precision.attention=plain"]])
+def test_a_plan_for_gpus_is_the_prediction_of_a_job_on_gpus(tmp_path: Path, settings: list[str]) -> None:
+    """Large blocks of logits, which a kernel overwrites, and documents by variable length or by a mask."""
+    gpu = ["run.device=cuda", "precision.recipe=bf16", "data.restart_documents=true", "model.vocab_size=32768"]
+    long = ["model.context=8192", "data.sequence_length=8192", "data.batch_sequences=2"]
+    job = small_job(tmp_path, *TINY, *gpu, *long, *settings)
+    predicted = predict_step_memory(job, job.layout_for(1), is_packed=True)[0].predicted
+    planned = estimate_memory(planned_step(job, layout_of_sizes(), packed=True)).worst.allocated
+    assert abs(planned / predicted.peak - 1) < 1e-3, (planned, predicted)
+    on_cpu = estimate_memory(planned_step(job, layout_of_sizes(), stack="motet-cpu", packed=True)).worst.allocated
+    assert planned - on_cpu > 2**28, (planned, on_cpu)
 
 
 def test_the_layout_of_a_run_is_the_one_that_is_planned(tmp_path: Path) -> None:

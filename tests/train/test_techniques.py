@@ -156,9 +156,9 @@ REFUSED_BY_THE_TABLE = {
             "reproducible layouts": "run.reproducible = 'layout': compiled code may add in another order",
             "context parallelism": "layout.cp = 2: attention exchanges keys between ranks while a block runs",
             "activations on the host": "memory.activations = 'host': the tensors that a compiled block keeps",
-            "simulated device limit": "memory.device_limit = 68719476736: watching kernels shows those that run eagerly",
-            "selective recomputation": "memory.recompute = 'selective': watching kernels shows those that run eagerly",
-            "recomputation within a budget": "memory.recompute = 'auto': watching kernels shows those that run eagerly",
+            "simulated device limit": "memory.device_limit = 68719476736: watching kernels shows eager ones",
+            "selective recomputation": "memory.recompute = 'selective': watching kernels shows eager ones",
+            "recomputation within a budget": "memory.recompute = 'auto': watching kernels shows eager ones",
             "mixture of experts": "[model.experts]: experts compute with numbers of rows that follow from the data",
         }.items()
     },

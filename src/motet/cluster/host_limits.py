@@ -24,6 +24,7 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP_FILE = Path("/proc/self/cgroup")
+_GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def cgroup_folders(controller: str, cgroup_root: Path, own_cgroup_file: Path) -> Iterator[Path]:
@@ -66,6 +67,11 @@ def _quota_of(group: Path) -> list[float]:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
 _FREE_BYTES = 8  # The place of `fordblks` in the result of mallinfo2
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine has a driver of GPUs; ranks may still find no device."""
+    return any(Path(path).exists() for path in _GPU_DEVICE_FILES)
 
 
 def keep_freed_memory(up_to_bytes: int = 32 << 20) -> bool:

@@ -156,6 +156,7 @@ class SoftwareStack:
     keeps_logits: bool = True  # The loss keeps logits in float32; otherwise output head and loss are fused
     balances_stages: bool = False  # Balance is by the time of blocks, if a layout names no stages
     memory: MemoryKind = "megatron"
+    computes_on_gpus: bool = True
     # Frameworks whose published steps gave the constants and rates of kernels; empty: steps of the framework itself
     assumed_from: str = ""
     as_written: str = ""  # The stack of steps that cannot compile their blocks
@@ -210,6 +211,7 @@ STACKS: dict[str, SoftwareStack] = {
             keeps_logits=False,
             balances_stages=True,
             memory="motet",
+            computes_on_gpus=False,
         ),
         SoftwareStack("torchtitan-eager", 3.6, kernels_per_block=60, memory="fsdp-eager"),
         SoftwareStack("torchtitan-compiled", 1.2, kernels_per_block=20, memory="fsdp"),

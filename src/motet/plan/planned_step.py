@@ -15,7 +15,7 @@ from motet.memory.policy_choice import Place
 from motet.models.arch.logit_slices import padded_targets
 from motet.models.settings import TransformerSettings
 from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, LayerSpec, MatmulSpec, MicroBatchShape, ParameterSpec
-from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.models.spec.model_spec import ModelSpec, shape_on_gpu, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import (
     StageAction,
@@ -27,7 +27,7 @@ from motet.parallel.data_parallel.zero import (
 from motet.parallel.layout import Layout
 from motet.parallel.techniques import conflict_with
 from motet.plan.frameworks import EXPERT_IMBALANCE, STACKS, SoftwareStack
-from motet.precision.recipe import RECIPES, PrecisionRecipe
+from motet.precision.recipe import RECIPES, AttentionKernelName, PrecisionRecipe
 
 T = TypeVar("T")
 
@@ -87,6 +87,7 @@ class PlannedStep:
     delays_update: bool = False  # The host updates them while the next step computes
     # Predicted times ignore compression.
     communication: CommunicationSettings = field(default_factory=CommunicationSettings)
+    attention: AttentionKernelName = "auto"
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -129,6 +130,8 @@ class PlannedStep:
         fraction = self.masked_fraction
         targets = None if fraction is None else padded_targets(round(self.rows * self.sequence * fraction))
         shape = MicroBatchShape(self.rows, self.sequence, self.source, packed=self.packed, targets=targets)
+        if self.stack.computes_on_gpus and self.stack.memory == "motet":
+            shape = shape_on_gpu(shape, self.spec.attention, dtype=self.recipe.compute, kernel=self.attention)
         return shape.part_of_sequence(self.layout.cp)
 
     @cached_property

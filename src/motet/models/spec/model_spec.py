@@ -4,14 +4,16 @@ the forward; work that an attention kernel or recomputation repeats is not count
 that autograd holds at the end of the forward pass: every storage once, without parameters. `on_rank` is the model that
 one of several tensor-parallel ranks computes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from motet.core.errors import InputError
+from motet.core.units import DTYPE_BYTES
 from motet.models import settings as model_settings
 from motet.models.hf.hf_config import read_config, settings_from_config
+from motet.models.kernels.head_sizes import takes_heads
 from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
 from motet.models.spec.layer_specs import (
     AttentionFlopsRule,
@@ -179,3 +181,13 @@ def spec_from_settings(settings: model_settings.ModelSettings | model_settings.T
     }
     make = next(block_specs[kind] for kind in type(settings).__mro__ if kind in block_specs)
     return ModelSpec(with_trained_parameters(make(settings), settings), has_fused_products=not is_foreign)
+
+
+def shape_on_gpu(
+    shape: MicroBatchShape, attention: Iterable[AttentionSpec], *, dtype: str, kernel: str
+) -> MicroBatchShape:
+    """A micro-batch that kernels of GPUs compute. With activations of 16 bits, a kernel takes the starts of documents
+    where `precision.attention` allows it and it computes all of these heads."""
+    may_take_starts = DTYPE_BYTES[dtype] == 2 and kernel in ("auto", "flash")
+    takes_starts = may_take_starts and all(takes_heads(each.key_dim, each.value_dim) for each in attention)
+    return replace(shape, variable_length=takes_starts, device="cuda")

@@ -71,6 +71,7 @@ def planned_step(
         states=states,
         delays_update=job.memory.update == "delayed",
         communication=job.communication,
+        attention=job.precision.attention,
     )
 
 

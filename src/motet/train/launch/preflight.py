@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet.cluster.host_limits import read_memory_limits
+from motet.cluster.host_limits import has_gpu_driver, read_memory_limits
 from motet.core.direct_io import check_free_space
 from motet.core.errors import InputError, check_input
 from motet.core.trace import log_if_slow
@@ -54,7 +54,6 @@ if TYPE_CHECKING:  # Planning checks jobs too, and starts without numpy and toke
     from motet.models.build import TrainableModel
 
 _EXPERT_KEYS = ("expert", "moe", "router")  # Parts of the names that transformers gives to settings of mixtures
-_GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def check_job(job: Job, ranks: int) -> Layout:
@@ -297,7 +296,7 @@ def check_compiler(job: Job) -> None:
 
 def _may_have_gpus(job: Job) -> bool:
     """Whether ranks may compute on GPUs of this machine."""
-    return job.run.device != "cpu" and any(Path(path).exists() for path in _GPU_DEVICE_FILES)
+    return job.run.device != "cpu" and has_gpu_driver()
 
 
 def _knows_host_memory(job: Job) -> bool:

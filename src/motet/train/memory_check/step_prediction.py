@@ -16,16 +16,15 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from motet.cluster.host_limits import MemoryLimit
+from motet.cluster.host_limits import MemoryLimit, has_gpu_driver
 from motet.core.errors import InputError
-from motet.core.units import DTYPE_BYTES, format_bytes
+from motet.core.units import format_bytes
 from motet.memory.memory_timeline import CATEGORIES, Category, MemoryTimeline, StorageLife
 from motet.memory.policy_choice import Place, StatePlaces, fixed_policies
 from motet.memory.tiers.file_layout import FileLayout
-from motet.models.kernels.head_sizes import takes_heads
 from motet.models.settings import UserModuleSettings
 from motet.models.spec.layer_specs import BlockPolicy, MatmulSpec, MicroBatchShape
-from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.models.spec.model_spec import ModelSpec, shape_on_gpu, spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
 from motet.parallel.model_sharding import PIPELINE_DIMENSION, TENSOR_DIMENSION
@@ -392,13 +391,11 @@ def _shape_on_rank(job: Job, plan: StepPlan, rank: int, *, is_packed: bool) -> M
     """The micro-batches that a rank computes."""
     part = plan.part_on_rank(batch_shape(job, len(plan.rows_by_rank[rank][0])), rank)
     shape = replace(computed_shape(part), packed=is_packed)
-    if job.run.device != "cuda":
+    if job.run.device == "cpu" or (job.run.device == "auto" and not has_gpu_driver()):
         return shape
-    is_narrow = DTYPE_BYTES[job.precision.resolved.compute] == 2
-    spec, may_use_kernel = model_spec(job), is_narrow and job.precision.attention in ("auto", "flash")
+    spec, precision = model_spec(job), job.precision
     heads = spec.attention if spec else ()
-    has_kernel = may_use_kernel and all(takes_heads(each.key_dim, each.value_dim) for each in heads)
-    return replace(shape, variable_length=has_kernel, device="cuda")
+    return shape_on_gpu(shape, heads, dtype=precision.resolved.compute, kernel=precision.attention)
 
 
 def _gradients_of_forward(plan: StepPlan, spec: ModelSpec, *, rank: int) -> Collection[str]:
