@@ -69,7 +69,6 @@ class ReplayedCalls:
                 f"updates are not captured as CUDA graphs, and take longer on the host: {error}", stacklevel=2
             )
             self._capture = None
-            self._last_calls.clear()
             return None
 
 
