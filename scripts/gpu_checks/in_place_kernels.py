@@ -1,6 +1,7 @@
-"""Kernels that overwrite their inputs: the losses of a block of logits, and the update of a master."""
+"""Kernels that overwrite their inputs: the losses of a block of logits, and the update of masters."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from gpu_checks.speed_rows import seconds_of
@@ -8,6 +9,8 @@ from gpu_checks.speed_rows import seconds_of
 _VOCABULARY = {"cuda": 128256, "cpu": 129}
 _MAX_ROWS = 4096  # Of a block of logits
 _WIDTH = {"cuda": 4096, "cpu": 40}  # Elements of a master for each token
+MASTERS = {"cuda": 300, "cpu": 3}
+_MASTER_ELEMENTS = {"cuda": 65536, "cpu": 40}  # Few: launches take longer than the kernels
 _CALLS = 20
 _BETAS, _EPS, _RATE, _DECAY, _SCALE = (0.9, 0.95), 1e-8, 1e-3, 0.1, 0.5
 
@@ -90,3 +93,25 @@ def measure_in_place(device: str, kernel: str, tokens: int) -> dict[str, Any]:
             "triton": seconds_of(lambda: ways.triton(ours), device, _CALLS),
         }
     return {"seconds": seconds, "nbytes": ways.nbytes, "error": max(errors), "elements": ways.elements}
+
+
+def measure_update(device: str) -> dict[str, Any]:
+    """Seconds of an update of many masters by launches and by a graph, and whether both give the same masters."""
+    import torch
+
+    from motet.train.optimizer.one_pass_adamw import OnePassAdamW
+    from motet.train.optimizer.optimizer_settings import OptimizerSettings
+    from motet.train.optimizer.replayed_calls import ReplayedCalls, cuda_graph_capture
+
+    indices, shape, seconds, results = range(MASTERS[device]), (_MASTER_ELEMENTS[device],), dict[str, float](), []
+    for way, capture in {"launches": None, "graph": cuda_graph_capture(torch.device(device))}.items():
+        torch.manual_seed(0)
+        masters, gradients = ({i: torch.randn(shape, device=device) for i in indices} for _ in range(2))
+        kinds = {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
+        states = {i: {kind: torch.ones(size, device=device) for kind, size in kinds.items()} for i in indices}
+        optimizer = torch.optim.AdamW([*masters.values()], weight_decay=_DECAY)
+        adamw = OnePassAdamW(optimizer, OptimizerSettings(), [None for _ in indices])
+        adamw._calls = ReplayedCalls(capture)
+        seconds[way] = seconds_of(partial(adamw.update, masters, gradients, states, scale=_SCALE), device, _CALLS)
+        results.append(torch.stack([*masters.values()]))
+    return {"seconds": seconds, "is_same": torch.equal(*results)}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpu_checks.in_place_kernels import IN_PLACE, measure_in_place
+from gpu_checks.in_place_kernels import IN_PLACE, MASTERS, measure_in_place, measure_update
 from gpu_checks.rows import LeftOutError, Outcome, Report, Row
 from gpu_checks.speed_rows import BANDWIDTH_ROW, seconds_of
 
@@ -101,7 +101,8 @@ def kernel_rows(device: str) -> list[Row]:
         for kernel in WITHOUT_TRITON
         for tokens in TOKENS[device]
     ]
-    return [*rows, Row("table of kernels", 0.1, partial(_table, device))]
+    update = Row(f"update of {MASTERS[device]} masters", 2, partial(_update, device))
+    return [*rows, Row("table of kernels", 0.1, partial(_table, device)), update]
 
 
 def _name(kernel: str, tokens: int) -> str:
@@ -119,6 +120,13 @@ def _kernel(device: str, kernel: str, tokens: int, report: Report) -> Outcome:
         result += f"; {share:.0%} of the measured bandwidth"
         holds = holds and (device != "cuda" or tokens < max(TOKENS[device]) or share >= LEAST_SHARE)
     return Outcome(result, holds, measured)
+
+
+def _update(device: str, report: Report) -> Outcome:
+    """The launches of an update and a CUDA graph of them."""
+    measured = report.call(measure_update, device)
+    times = ", ".join(f"{way} {seconds * 1e6:.4g} us" for way, seconds in measured["seconds"].items())
+    return Outcome(f"{times}; {'the same' if measured['is_same'] else 'other'} bits", measured["is_same"], measured)
 
 
 def _table(device: str, report: Report) -> Outcome:

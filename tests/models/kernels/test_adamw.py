@@ -1,12 +1,17 @@
 """AdamW in Triton, under its interpreter, against the definition of its authors in float64."""
 
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from math import sqrt
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kernel_recorder import KernelRecorder
 from motet.models.kernels import choice
 from motet.models.kernels.choice import kernels_forced
 from motet.models.kernels.launches import recorded_launches
@@ -16,9 +21,10 @@ from motet.parallel.layout import LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.recipe import RECIPES
-from motet.train.optimizer import one_pass_adamw
+from motet.train.optimizer import one_pass_adamw, replayed_calls
 from motet.train.optimizer.module_plan import model_inventory
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.replayed_calls import Capture
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
 from triton_interpreter import Interpreted
 
@@ -149,15 +155,102 @@ def test_numbers_go_to_a_gpu_without_a_wait_of_the_host() -> None:
     calls = list[Any]()
 
     class Numbers:
+        device = torch.device("cuda")
+
         def pin_memory(self) -> "Numbers":
             calls.append("pinned")
             return self
 
-        def to(self, device: torch.device, **options: bool) -> "Numbers":
-            calls.append((device.type, options))
-            return self
+        def copy_(self, numbers: Any, **options: bool) -> None:
+            calls.append((numbers, options))
 
+    target: Any = Numbers()
     numbers: Any = Numbers()
-    assert one_pass_adamw._on_device(numbers, torch.device("cuda")) is numbers
-    assert calls == ["pinned", ("cuda", {"non_blocking": True})]
-    assert one_pass_adamw._on_device(torch.ones(2), torch.device("cpu")).tolist() == [1, 1]
+    one_pass_adamw._fill(target, numbers)
+    assert calls == ["pinned", (numbers, {"non_blocking": True})]
+    one_pass_adamw._fill(target := torch.zeros(2), torch.ones(2))
+    assert target.tolist() == [1, 1]
+
+
+# --- updates that are replayed -----------------------------------------------------------------------
+
+STEPS = 8
+
+
+def state_after(
+    recipe: str, zero: int, event: str, capture: Capture | None, recorder: KernelRecorder
+) -> dict[str, Tensor]:
+    """Parameters, masters, moments and counts after steps of which each has another rate and scale."""
+    from motet.models.kernels import launches, triton_adamw
+
+    net = Net().to(getattr(torch, RECIPES[recipe].master))
+    with (
+        kernels_forced("triton"),
+        patch.object(triton_adamw, "launch", partial(recorder.start, launches.launch)),
+        patch.object(one_pass_adamw, "cuda_graph_capture", lambda device: capture),
+    ):
+        optimizer = optimizer_of(net, recipe, zero)
+        sharded, moved = optimizer.sharded_parameters, list[Tensor]()
+
+        def update_elsewhere(gradients: Mapping[int, Tensor]) -> None:
+            moved.extend(gradient.clone() for gradient in gradients.values())
+            optimizer._update_masters(dict(zip(gradients, moved[-len(gradients) :], strict=True)))
+
+        for step in range(1, STEPS + 1):
+            optimizer.begin_step()
+            sharded.begin_backward(is_first=True, is_last=True)
+            for parameter in net.parameters():
+                ramp = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
+                ((0.5 + ramp / 7).to(parameter.dtype) * step * parameter).sum().backward()
+            sharded.end_backward()
+            if event == "load" and step == 4:
+                for shard in optimizer.state().values():
+                    (shard.values if isinstance(shard, LocalShard) else shard).mul_(2)
+                optimizer.sync_parameters()
+            moves = event == "move" and step == 4
+            sharded.set_optimizer(update_elsewhere if moves else optimizer._update_masters)
+            optimizer.update(RATE * step, gradient_scale=1 / (1 + step))
+    counted = {
+        name: shard.values if isinstance(shard, LocalShard) else shard for name, shard in optimizer.state().items()
+    }
+    assert counted["step"] == (STEPS + 3 if event == "load" else STEPS)  # 3 is doubled before update 4
+    return {**counted, **{f"parameter {name}": values.detach() for name, values in net.named_parameters()}}
+
+
+def check_replays(recipe: str, zero: int, event: str) -> tuple[int, int]:
+    """The numbers of captures and replays of steps with the bits of steps without them."""
+    recorder = KernelRecorder()
+
+    def fail(function: Callable[[], None]) -> Callable[[], None]:
+        recorder.capture(function)
+        raise RuntimeError("no capture")
+
+    with pytest.warns(match="no capture") if event == "fail" else nullcontext():
+        replayed = state_after(recipe, zero, event, fail if event == "fail" else recorder.capture, recorder)
+    expected = state_after(recipe, zero, event, None, KernelRecorder())
+    assert replayed.keys() == expected.keys()
+    assert all(torch.equal(values, expected[name]) for name, values in replayed.items())
+    return recorder.captures, recorder.replays
+
+
+@pytest.mark.parametrize(("event", "captures", "replays"), [("", 1, 7), ("load", 1, 7), ("move", 2, 5), ("fail", 1, 0)])
+@pytest.mark.parametrize(("recipe", "zero"), [("fp64", 0), ("bf16", 2)])
+def test_updates_are_replayed_with_the_same_bits(
+    interpreted: Interpreted, recipe: str, zero: int, event: str, captures: int, replays: int
+) -> None:
+    assert interpreted(check_replays, recipe, zero, event) == (captures, replays)
+
+
+def check_measured_update() -> None:
+    from gpu_checks.in_place_kernels import measure_update
+
+    recorder = KernelRecorder()
+    with (
+        patch.object(one_pass_adamw, "_update_adamw", partial(recorder.start, one_pass_adamw._update_adamw)),
+        patch.object(replayed_calls, "cuda_graph_capture", lambda device: recorder.capture),
+    ):
+        assert measure_update("cpu")["is_same"] and recorder.captures == 1 and recorder.replays
+
+
+def test_the_gpu_script_compares_a_replayed_update(interpreted: Interpreted) -> None:
+    interpreted(check_measured_update)
