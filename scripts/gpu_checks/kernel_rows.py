@@ -58,8 +58,8 @@ def measure_kernel(device: str, kernel: str, tokens: int) -> dict[str, Any]:
     """Seconds of a forward and backward in each way, the bytes of the launches, and the largest relative error."""
     import torch
 
+    from gpu_checks.kernel_patches import recorded_launches
     from motet.models.kernels.choice import kernels_forced
-    from motet.models.kernels.launches import recorded_launches
 
     case = _case_of(device, kernel, tokens)
 

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
-
 _WIDTH = 4096  # Columns that a program reads together; assumed
 
 
@@ -103,16 +101,9 @@ def losses_of_rows(logits: Tensor, targets: Tensor, *, overwrites: bool) -> Tens
     contiguous; with `overwrites` they become their errors."""
     losses = _new_column(logits)
     if len(logits):
-        tensors = (logits, targets.contiguous(), losses)
-        options = _shape_options(logits)
-        launch(
-            cross_entropy_rows,
-            (len(logits),),
-            *tensors,
-            logits.stride(0),
-            logits.shape[1],
-            overwrites=overwrites,
-            **options,
+        tensors, options = (logits, targets.contiguous(), losses), _shape_options(logits)
+        cross_entropy_rows[(len(logits),)](
+            *tensors, logits.stride(0), logits.shape[1], overwrites=overwrites, **options
         )
     return losses
 
@@ -122,7 +113,7 @@ def statistics_of_rows(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple
     logsumexp, at_target = _new_column(logits), _new_column(logits)
     if len(logits):
         tensors = (logits, column.where(is_here, -1), logsumexp, at_target)
-        launch(row_statistics, (len(logits),), *tensors, logits.stride(0), logits.shape[1], **_shape_options(logits))
+        row_statistics[(len(logits),)](*tensors, logits.stride(0), logits.shape[1], **_shape_options(logits))
     return logsumexp, at_target
 
 
@@ -135,4 +126,4 @@ def write_errors(
         scales = logsumexp if scale is None else scale.contiguous()
         tensors = (logits, column.where(is_here, -1), logsumexp.contiguous(), scales, output)
         sizes = logits.stride(0), output.stride(0), logits.shape[1]
-        launch(error_rows, (len(logits),), *tensors, *sizes, scaled=scale is not None, **_shape_options(logits))
+        error_rows[(len(logits),)](*tensors, *sizes, scaled=scale is not None, **_shape_options(logits))

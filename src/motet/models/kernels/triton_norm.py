@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
-
 _TILE = 4096  # Elements of a tile of short rows; assumed
 _PROGRAMS = 512  # In backward: each has a row of sums; two to four for each multiprocessor of a GPU; assumed
 
@@ -95,7 +93,7 @@ class _TritonRMSNorm(torch.autograd.Function):
         tiles = _tiles_of(rows, size)
         if rows:
             constants = {"eps": eps, "height": tiles.height, "width": tiles.width, "num_warps": tiles.warps}
-            launch(rms_norm_forward, (tiles.number,), x, y, weight, total, out, rstd, rows, size, **constants)
+            rms_norm_forward[(tiles.number,)](x, y, weight, total, out, rstd, rows, size, **constants)
         ctx.save_for_backward(x if total is None else total, weight, rstd)
         ctx.set_materialize_grads(False)
         return total, out
@@ -116,7 +114,7 @@ class _TritonRMSNorm(torch.autograd.Function):
         if rows:
             constants = {"height": tiles.height, "width": tiles.width, "num_warps": tiles.warps}
             tensors = grad, grad_total, x, weight, rstd, grad_x, sums
-            launch(rms_norm_backward, (programs,), *tensors, rows, size, **constants)
+            rms_norm_backward[(programs,)](*tensors, rows, size, **constants)
         grad_y = grad_x if ctx.needs_input_grad[1] else None
         return grad_x, grad_y, None if sums is None else sums.sum(0).to(weight.dtype), None
 
