@@ -84,8 +84,8 @@ class MicroBatchLoop:
     queue: InputQueue[_ReadMicroBatch] | None = None
 
     @contextmanager
-    def reading_ahead(self, depth: int, end: int) -> Iterator["MicroBatchLoop"]:
-        """The same loop, for which a thread reads up to `depth` micro-batches ahead, none of them of step `end`."""
+    def reading_ahead(self, depth: int, steps: range) -> Iterator["MicroBatchLoop"]:
+        """The same loop for these steps, whose micro-batches a thread reads, up to `depth` of them ahead."""
         device, microbatches = self.engine.group.device, self.microbatches()
         if depth == 0:
             yield self
@@ -96,7 +96,7 @@ class MicroBatchLoop:
             return _ReadMicroBatch(rows, batch.pinned() if device.type == "cuda" else batch)
 
         start_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        with InputQueue(read, len(microbatches), end=end, depth=depth, start_thread=start_thread) as queue:
+        with InputQueue(read, steps, len(microbatches), depth=depth, start_thread=start_thread) as queue:
             yield replace(self, queue=queue)
 
     def microbatches(self) -> list[MicroBatchRows]:
@@ -175,9 +175,9 @@ class TrainStep:
     numerics_monitor: NumericsMonitor | None = None
 
     @contextmanager
-    def reading_ahead(self, depth: int, end: int) -> Iterator["TrainStep"]:
-        """The same, for which a thread reads up to `depth` micro-batches ahead, none of them of step `end`."""
-        with self.runner.reading_ahead(depth, end) as runner:
+    def reading_ahead(self, depth: int, steps: range) -> Iterator["TrainStep"]:
+        """The same for these steps, whose micro-batches a thread reads, up to `depth` of them ahead."""
+        with self.runner.reading_ahead(depth, steps) as runner:
             yield replace(self, runner=runner)
 
     def step(
