@@ -81,12 +81,11 @@ def main() -> None:
 def count_block(sizes: dict[str, Any], way: str, tokens: int) -> Counts:
     """Run a block forward and backward on a CPU and count."""
     import torch
-    from gpu_checks.kernel_patches import recorded_launches
+    from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 
     from motet.memory.storage_tracker import StorageTracker
     from motet.models.arch.attention_mask import causal_mask
     from motet.models.arch.decoder import CausalDecoder
-    from motet.models.kernels.choice import kernels_forced
     from motet.models.settings import DecoderSettings
 
     settings = DecoderSettings(family="decoder", layers=1, vocab_size=64, context=tokens, **sizes)

@@ -1,9 +1,24 @@
-"""Patches of Triton for measurements and tests: what the launches of kernels read and write."""
+"""Patches for measurements and tests: which implementation runs, and what the launches of kernels read and write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
+
+
+@contextmanager
+def kernels_forced(forced: str | Mapping[str, str]) -> Iterator[None]:
+    """Run this implementation of every kernel, or of each that is named, in all threads."""
+    from motet.models.kernels import choice
+
+    matching_rows = choice._matching_rows
+
+    def rows(kernel: choice.KernelName, *place: str, name: str) -> Any:
+        implementation = forced if isinstance(forced, str) else forced.get(kernel)
+        return matching_rows(kernel, *place, name=name) if implementation is None else [(0, implementation)]
+
+    with patch.object(choice, "_matching_rows", rows):
+        yield
 
 
 class KernelLaunch(NamedTuple):

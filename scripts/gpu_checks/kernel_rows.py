@@ -58,8 +58,7 @@ def measure_kernel(device: str, kernel: str, tokens: int) -> dict[str, Any]:
     """Seconds of a forward and backward in each way, the bytes of the launches, and the largest relative error."""
     import torch
 
-    from gpu_checks.kernel_patches import recorded_launches
-    from motet.models.kernels.choice import kernels_forced
+    from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 
     case = _case_of(device, kernel, tokens)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced
 from torch import Tensor
 
 from motet.models.arch.layers import apply_rotary, gated_activation, rms_norm
 from motet.models.kernels import choice
-from motet.models.kernels.choice import MeasuredRow, chosen, kernels_forced, read_measured_rows, write_measured_rows
+from motet.models.kernels.choice import MeasuredRow, chosen, read_measured_rows, write_measured_rows
 from motet.models.settings import ActivationName
 
 

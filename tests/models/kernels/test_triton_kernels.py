@@ -7,14 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gpu_checks.kernel_patches import launches_replaced, recorded_launches
+from gpu_checks.kernel_patches import kernels_forced, launches_replaced, recorded_launches
 from torch import Tensor
 
 from motet.core.seeds import derive_seed
 from motet.models.arch import layers
 from motet.models.arch.layers import RMSNorm, RotaryEmbedding, add_norm, apply_rotary, gated_activation, rms_norm
 from motet.models.dropout_mask import Spans, apply_mask
-from motet.models.kernels.choice import kernels_forced
 from motet.models.settings import ActivationName
 from triton_interpreter import Interpreted
 

@@ -15,8 +15,7 @@ that name: then the rows of its file come first.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -65,8 +64,6 @@ _ROWS: tuple[KernelRow, ...] = (
     KernelRow("adamw", "any", "torch", "a fused kernel of torch, after a cast and a product, and before another cast"),
 )
 
-_forced: Mapping[KernelName, Implementation] = {}
-
 
 def kernel_device(x: Tensor) -> str:
     """The type of the device whose kernels compute x; for the meta device, in a step of shapes, that of a CPU."""
@@ -77,8 +74,6 @@ def chosen(kernel: KernelName, x: Tensor) -> Implementation:
     """The implementation of a kernel for this input."""
     if torch.compiler.is_compiling():
         return "plain"
-    if kernel in _forced:
-        return _forced[kernel]
     device = kernel_device(x)
     name, elements = _device_name(x.device) if device == "cuda" else "", x.numel()
     rows = _matching_rows(kernel, device, dtype_name(x.dtype), name=name)
@@ -92,18 +87,6 @@ def in_triton(module: str, name: str) -> Callable[..., Any]:
         return getattr(import_module(f"motet.models.kernels.{module}"), name)(*arguments, **named)
 
     return call
-
-
-@contextmanager
-def kernels_forced(forced: Literal["plain", "triton"] | Mapping[KernelName, Implementation]) -> Iterator[None]:
-    """Run this implementation of every kernel, or of each that is named, in all threads: for tests and measurements."""
-    global _forced
-    before = _forced
-    _forced = dict.fromkeys(get_args(KernelName), forced) if isinstance(forced, str) else forced
-    try:
-        yield
-    finally:
-        _forced = before
 
 
 @cache
