@@ -15,7 +15,7 @@ that name: then the rows of its file come first.
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -52,7 +52,8 @@ _CPU_GATE = "measured: 4096 x 688 float32, one thread: 12 ms instead of 19-33 by
 _ONE_PRODUCT = "one complex product in place of six kernels"
 _LAUNCHES = "assumed: launches of fewer elements take longer than the bytes that they save; no GPU has run it"
 _NARROW = ("float32", "bfloat16", "float16")  # float64 is for comparisons: there a kernel does not change bits
-_ROWS: tuple[KernelRow, ...] = (
+# The table without the rows of a file, in the order in which they are tried.
+ROWS: tuple[KernelRow, ...] = (
     *(KernelRow(kernel, "cuda", "triton", _LAUNCHES, _NARROW, 2**16) for kernel in get_args(KernelName)),
     KernelRow("rms_norm", "cpu", "cpu", _CPU_NORM),
     KernelRow("rms_norm", "any", "torch", "a fused kernel of torch"),
@@ -96,7 +97,7 @@ def _device_name(device: torch.device) -> str:
 
 @cache
 def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) -> list[tuple[int, Implementation]]:
-    rows = [*(read_measured_rows(name) if name else ()), *_ROWS]
+    rows = [*(read_measured_rows(name) if name else ()), *ROWS]
     return [
         (row.least_elements, row.implementation)
         for row in rows
@@ -110,11 +111,6 @@ def has_triton() -> bool:
     """Whether Triton is installed, which CUDA builds of torch bring, and the C compiler that its first launch calls."""
     names = [os.environ.get("CC")] if "CC" in os.environ else ["gcc", "clang"]  # noqa: TID251  (Triton reads CC too)
     return find_spec("triton") is not None and any(name and shutil.which(name) for name in names)
-
-
-def rows_before_measurements() -> Sequence[KernelRow]:
-    """The table without the rows of a file, in the order in which they are tried."""
-    return _ROWS
 
 
 # --- measured rows -----------------------------------------------------------------------------------
