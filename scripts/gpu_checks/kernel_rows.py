@@ -122,7 +122,7 @@ def _kernel(device: str, kernel: str, tokens: int, report: Report) -> Outcome:
 
 def _table(device: str, report: Report) -> Outcome:
     """Keep the fastest way without a compiler for each kernel and size, for runs on this device."""
-    from motet.models.kernels.choice import MeasuredRow, write_measured_rows
+    from gpu_checks.measured_kernels import MeasuredRow, write_measured_rows
 
     rows = []
     for kernel, without in WITHOUT_TRITON.items():

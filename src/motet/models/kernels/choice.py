@@ -16,7 +16,6 @@ that name: then the rows of its file come first.
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,10 +23,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from motet.core.text_files import write_file_atomically
 from motet.core.units import dtype_name
 from motet.core.user_cache import user_cache_folder
 
@@ -35,7 +34,7 @@ KernelName = Literal["rms_norm", "add_rms_norm", "rotary", "gated_activation", "
 Implementation = Literal["plain", "cpu", "torch", "triton"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class KernelRow:
     """The implementation of a kernel for tensors of at least some elements."""
 
@@ -97,7 +96,7 @@ def _device_name(device: torch.device) -> str:
 
 @cache
 def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) -> list[tuple[int, Implementation]]:
-    rows = [*(read_measured_rows(name) if name else ()), *ROWS]
+    rows = [*(read_measured_rows().get(name, ()) if name else ()), *ROWS]
     return [
         (row.least_elements, row.implementation)
         for row in rows
@@ -115,57 +114,21 @@ def has_triton() -> bool:
 
 # --- measured rows -----------------------------------------------------------------------------------
 
-
-class MeasuredRow(BaseModel):
-    """A row of the file: the fastest implementation from a number of elements on."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kernel: KernelName
-    dtype: str
-    least_elements: int
-    implementation: Implementation
+MEASURED = TypeAdapter(dict[str, list[KernelRow]])  # The content of the file: rows by the name that CUDA gives a device
 
 
-class _MeasuredFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    devices: dict[str, list[MeasuredRow]] = {}  # By the name that CUDA gives a device
-
-
-def _measured_path() -> Path | None:
+def measured_path() -> Path | None:
+    """The file of measured rows, which may not exist; None for a user without a cache folder."""
     folder = user_cache_folder()
     return None if folder is None else folder / "kernels.json"
 
 
-def _read_file(path: Path) -> _MeasuredFile:
-    """The content; a file that is absent, damaged or another user's counts as empty."""
+def read_measured_rows() -> dict[str, list[KernelRow]]:
+    """The measured rows of each device; a file that is absent, damaged or another user's counts as empty."""
+    path = measured_path()
     try:
-        if path.stat().st_uid == os.getuid():
-            return _MeasuredFile.model_validate_json(path.read_bytes())
+        if path is not None and path.stat().st_uid == os.getuid():
+            return MEASURED.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         pass
-    return _MeasuredFile()
-
-
-def read_measured_rows(device_name: str) -> list[KernelRow]:
-    """The rows that were measured on a GPU of this name; those of more elements come first."""
-    path = _measured_path()
-    measured = [] if path is None else _read_file(path).devices.get(device_name, [])
-    return [
-        KernelRow(row.kernel, "cuda", row.implementation, "measured", (row.dtype,), row.least_elements)
-        for row in sorted(measured, key=lambda row: -row.least_elements)
-    ]
-
-
-def write_measured_rows(device_name: str, rows: list[MeasuredRow]) -> Path | None:
-    """Keep the rows of a GPU; returns the file, or None for a user without a cache folder."""
-    path = _measured_path()
-    if path is None:
-        return None
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    content = _read_file(path)
-    content.devices[device_name] = rows
-    write_file_atomically(path, content.model_dump_json(indent=1).encode())
-    _matching_rows.cache_clear()
-    return path
+    return {}
