@@ -69,18 +69,9 @@ def row_statistics(logits, targets, logsumexp, at_target, stride, size, wide: tl
 
 @triton.jit
 def error_rows(
-    logits,
-    targets,
-    logsumexp,
-    scales,
-    out,
-    stride,
-    out_stride,
-    size,
-    scaled: tl.constexpr,
-    wide: tl.constexpr,
-    width: tl.constexpr,
-):
+    logits, targets, logsumexp, scales, out, stride, out_stride, size,
+    scaled: tl.constexpr, wide: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + index).to(wide) if scaled else 1.0
     row, out_row, target = logits + index * stride, out + index * out_stride, tl.load(targets + index)
