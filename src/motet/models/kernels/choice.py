@@ -1,16 +1,8 @@
 """The table of implementations: which one runs for a kernel, a type of device, a dtype and a number of elements.
 
-A kernel has a plain definition in ordinary operations of torch, which a compiler fuses, and others that equal it:
-
-| implementation | what it is |
-|---|---|
-| `plain` | the definition; inside of `torch.compile` always this one |
-| `cpu` | few passes over memory with a backward for a CPU |
-| `torch` | operators of torch that take few kernels on any device |
-| `triton` | a kernel in Triton, forward and backward |
-
-The first row that matches decides. Rows of a GPU are assumed until `scripts/gpu.py` has measured them on a device of
-that name: then the rows of its file come first.
+A kernel has a plain definition in ordinary operations of torch, which a compiler fuses, and others that equal it;
+docs/reference/kernels.md describes them. The first row that matches decides. Rows of a GPU are assumed until
+`scripts/gpu.py` has measured them on a device of that name: then the rows of its file come first.
 """
 
 import os
