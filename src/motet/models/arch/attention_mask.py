@@ -85,13 +85,7 @@ class AttentionMask:
         return mask
 
     def use_kernel(
-        self,
-        kernel: VariableLengthKernel,
-        rows: int,
-        length: int,
-        *,
-        device: torch.device,
-        count: int | None = None,
+        self, kernel: VariableLengthKernel, rows: int, length: int, *, device: torch.device, count: int | None = None
     ) -> None:
         """Let a kernel compute attention of documents or windows, if it takes the mask: queries and keys are the same
         whole rows, and equal numbers of documents are neighbours. Without the number of documents in all rows the host
