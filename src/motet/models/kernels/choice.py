@@ -40,7 +40,6 @@ class KernelRow:
 
 _CPU_NORM = "measured: 4096 x 256, one thread: 1.5 ms instead of 7.7 in float32, 3.0 instead of 10.2 in bfloat16"
 _CPU_GATE = "measured: 4096 x 688 float32, one thread: 12 ms instead of 19-33 by autograd"
-_ONE_PRODUCT = "one complex product in place of six kernels"
 _LAUNCHES = "assumed: launches of fewer elements take longer than the bytes that they save; no GPU has run it"
 _NARROW = ("float32", "bfloat16", "float16")  # float64 is for comparisons: there a kernel does not change bits
 # The table without the rows of a file, in the order in which they are tried.
@@ -49,7 +48,7 @@ ROWS: tuple[KernelRow, ...] = (
     KernelRow("rms_norm", "cpu", "cpu", _CPU_NORM),
     KernelRow("rms_norm", "any", "torch", "a fused kernel of torch"),
     KernelRow("gated_activation", "any", "cpu", _CPU_GATE),
-    KernelRow("rotary", "any", "torch", _ONE_PRODUCT),
+    KernelRow("rotary", "any", "torch", "one complex product in place of six kernels"),
     KernelRow("add_rms_norm", "any", "plain", "an addition, and the norm by its own row"),
     KernelRow("dropout", "any", "plain", "the mask is drawn, and kept for backward"),
     KernelRow("cross_entropy", "any", "plain", "a softmax over chunks of rows, which overwrites the logits"),
