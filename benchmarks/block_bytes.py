@@ -14,6 +14,7 @@ once. Matmuls and attention are counted separately. Three ways:
 """
 
 import argparse
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 PAGE = DOCS / "block-bytes.md"
+sys.path.insert(0, str(DOCS.parent.parent / "scripts"))
 SHAPES = {  # Llama 3.2 1B, 3.1 8B, and Qwen3 4B with norms of queries and keys
     "Llama 1B": {"hidden": 2048, "heads": 32, "kv_heads": 8, "ffn_hidden": 8192},
     "Llama 8B": {"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336},
@@ -79,12 +81,11 @@ def main() -> None:
 def count_block(sizes: dict[str, Any], way: str, tokens: int) -> Counts:
     """Run a block forward and backward on a CPU and count."""
     import torch
+    from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 
     from motet.memory.storage_tracker import StorageTracker
     from motet.models.arch.attention_mask import causal_mask
     from motet.models.arch.decoder import CausalDecoder
-    from motet.models.kernels.choice import kernels_forced
-    from motet.models.kernels.launches import recorded_launches
     from motet.models.settings import DecoderSettings
 
     settings = DecoderSettings(family="decoder", layers=1, vocab_size=64, context=tokens, **sizes)

@@ -137,7 +137,7 @@ def timed_block(train_step: "TrainStep", depth: int, steps: int) -> BlockTimes:
     from motet.core.trace import install_sink
 
     reads = ReadTime()
-    with train_step.reading_ahead(depth, 2 * steps + 3) as block, install_sink(reads):
+    with train_step.reading_ahead(depth, range(2 * steps + 3)) as block, install_sink(reads):
         block.step(0, 1e-5)
         start_s, processor_s, reads.seconds = time.perf_counter(), time.process_time(), 0.0
         for step in range(1, steps + 1):

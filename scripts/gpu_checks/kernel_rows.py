@@ -58,8 +58,7 @@ def measure_kernel(device: str, kernel: str, tokens: int) -> dict[str, Any]:
     """Seconds of a forward and backward in each way, the bytes of the launches, and the largest relative error."""
     import torch
 
-    from motet.models.kernels.choice import kernels_forced
-    from motet.models.kernels.launches import recorded_launches
+    from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 
     case = _case_of(device, kernel, tokens)
 
@@ -131,7 +130,7 @@ def _update(device: str, report: Report) -> Outcome:
 
 def _table(device: str, report: Report) -> Outcome:
     """Keep the fastest way without a compiler for each kernel and size, for runs on this device."""
-    from motet.models.kernels.choice import MeasuredRow, write_measured_rows
+    from gpu_checks.measured_kernels import MeasuredRow, write_measured_rows
 
     rows = []
     for kernel, without in WITHOUT_TRITON.items():

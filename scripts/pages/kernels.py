@@ -1,6 +1,6 @@
 """The page of the kernels of a model's layers: which there are, and when each implementation runs."""
 
-from motet.models.kernels.choice import rows_before_measurements
+from motet.models.kernels.choice import ROWS
 from pages import markdown_table
 
 PAGE = "reference/kernels.md"
@@ -89,6 +89,6 @@ def page() -> str:
             *(f"`{row.kernel}`", row.device, ", ".join(row.dtypes) or "any", str(row.least_elements)),
             *(f"`{row.implementation}`", row.origin),
         ]
-        for row in rows_before_measurements()
+        for row in ROWS
     ]
     return f"{_INTRODUCTION}{markdown_table(head, rows)}{_REST}"

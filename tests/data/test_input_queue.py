@@ -56,7 +56,7 @@ def queue_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("depth", [1, 3, 100])
 def test_micro_batches_come_in_order_and_none_of_the_end_is_read(depth: int) -> None:
     source = Source()
-    with InputQueue(source, COUNT, end=5, depth=depth) as queue:
+    with InputQueue(source, range(2, 5), COUNT, depth=depth) as queue:
         for number, place in enumerate(places(range(2, 5))):
             assert queue.take(*place) == "{}/{}".format(*place)
             ahead = len(settled(source)) - (number + 1)
@@ -66,33 +66,19 @@ def test_micro_batches_come_in_order_and_none_of_the_end_is_read(depth: int) -> 
     assert queue_threads() == []
 
 
-def test_a_request_out_of_order_starts_again_from_its_place() -> None:
+def test_a_request_out_of_order_is_refused() -> None:
+    """The micro-batch of another place would train with other samples than without a queue."""
     source = Source()
-    with InputQueue(source, COUNT, end=9, depth=2) as queue:
+    with InputQueue(source, range(9), COUNT, depth=2) as queue:
         assert queue.take(0, 0) == "0/0"
         assert settled(source) == [(0, 0), (0, 1), (0, 2)]
-        assert queue.take(4, 1) == "4/1"  # A later step, and not its first micro-batch
-        assert settled(source)[3:] == [(4, 1), (4, 2), (5, 0)]
-        assert queue.take(4, 2) == "4/2"
-        assert settled(source)[6:] == [(5, 1)]
-        assert queue.take(4, 1) == "4/1"  # An earlier one again
-        assert settled(source)[7:] == [(4, 1), (4, 2), (5, 0)]
-    assert len(source.threads) == 1
-
-
-def test_a_dropped_request_is_not_read_if_the_thread_has_not_begun_it() -> None:
-    source = Source(blocked=(0, 1))
-    with InputQueue(source, COUNT, end=9, depth=5) as queue:
-        assert queue.take(0, 0) == "0/0"
-        until(lambda: len(source.read_places) == 2)
-        threading.Timer(0.05, source.goes_on.set).start()
-        assert queue.take(3, 0) == "3/0"
-        assert source.read_places[:3] == [(0, 0), (0, 1), (3, 0)]
+        with pytest.raises(AssertionError, match=r"\(0, 2\) was requested, and \(0, 1\) is next"):
+            queue.take(0, 2)
 
 
 def test_an_error_is_raised_at_its_micro_batch_with_its_message() -> None:
     source = Source(fails=(1, 1))
-    with InputQueue(source, COUNT, end=9, depth=3) as queue:
+    with InputQueue(source, range(9), COUNT, depth=3) as queue:
         for place in [*places(range(1)), (1, 0)]:
             assert queue.take(*place) == "{}/{}".format(*place)
         assert (1, 1) in settled(source)
@@ -110,7 +96,7 @@ def test_the_end_waits_for_the_read_under_way_and_drops_the_rest() -> None:
         threading.Timer(0.05, source.goes_on.set).start()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), InputQueue(source, COUNT, end=9, depth=100) as queue:
+    with pytest.raises(KeyboardInterrupt), InputQueue(source, range(9), COUNT, depth=100) as queue:
         fail(queue)
     assert source.read_places == [(0, 0), (0, 1)] and queue_threads() == []
 
@@ -119,7 +105,7 @@ def test_the_thread_is_prepared_before_it_reads() -> None:
     prepared = list[int]()
     source = Source()
     prepare: Callable[[], None] = lambda: prepared.append(threading.get_ident())  # noqa: E731
-    with InputQueue(source, COUNT, end=1, depth=1, start_thread=prepare) as queue:
+    with InputQueue(source, range(1), COUNT, depth=1, start_thread=prepare) as queue:
         queue.take(0, 0)
     assert prepared == [*source.threads]
 
@@ -132,7 +118,7 @@ def test_evaluation_reads_the_same_loader_while_the_thread_reads(tmp_path: Path)
     expected = [quiet.batch(step, rows) for step in range(60)]
     batches = quiet.evaluation_batches("validation")
     held_out = [quiet.evaluation_batch("validation", index, rows) for index in range(batches)]
-    with InputQueue(lambda step, _: busy.batch(step, rows), 1, end=60, depth=60) as queue:
+    with InputQueue(lambda step, _: busy.batch(step, rows), range(60), 1, depth=60) as queue:
         for step in range(60):
             assert is_same(queue.take(step, 0), expected[step])
             index = step % batches

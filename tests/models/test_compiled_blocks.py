@@ -1,6 +1,7 @@
 """Blocks that torch.compile makes graphs of: what a graph has, what runs eagerly, and what is refused."""
 
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,11 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from motet.core.batch import Batch
 from motet.models import torch_private
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.decoder import CausalDecoder
+from motet.models.build import build_trainable_model
 from motet.models.compilation.compiled_blocks import MAX_GRAPHS_OF_AUTO, CompiledBlocks, compile_blocks
-from motet.models.settings import DecoderSettings
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings
 from refusals import refused
 from train.compiled_runs import as_traced
 
@@ -196,7 +199,27 @@ def test_a_module_without_blocks() -> None:
     assert CompiledBlocks.none("a reason").reason == "a reason"
 
 
-def test_a_mask_is_made_once_for_all_blocks() -> None:
-    mask = AttentionMask(causal=True, window=3)
-    mask.prepare(torch.zeros(2, 7, 4))
-    assert mask.dense(7, 7, dtype=torch.float32, device=torch.device("cpu")) is mask._dense[torch.float32]
+SMALL = {"vocab_size": 9, "context": 8, "layers": 2, "hidden": 8, "heads": 2, "ffn_hidden": 8}
+MASKED: dict[str, tuple[DecoderSettings | EncoderDecoderSettings, str, int]] = {  # A block, and the masks that it gets
+    "window": (DecoderSettings(family="decoder", **SMALL, sliding_window=3), "blocks.0", 1),
+    "documents of a source": (EncoderDecoderSettings(family="encoder-decoder", **SMALL), "decoder.blocks.0", 2),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_are_made_before_the_blocks(name: str) -> None:
+    """A graph would make them again in each block, since it changes no mask."""
+    settings, first, count = MASKED[name]
+    model = build_trainable_model(settings, 0, torch.float32, torch.device("cpu"))
+    made, tokens = list[bool](), torch.zeros(1, 7, dtype=torch.int64)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2]])
+    sources = {} if count == 1 else {"source": tokens[:, :5], "source_documents": documents[:, :5]}
+    batch = Batch(tokens, tokens, torch.ones(1, 7), torch.arange(1), documents=documents, **sources)
+
+    def see_masks(_: object, args: tuple[Any, ...]) -> None:
+        masks = [each for each in args if isinstance(each, AttentionMask)]
+        made.extend(mask._dense.get(torch.float32) is not None for mask in masks)
+
+    model.module.get_submodule(first).register_forward_pre_hook(see_masks)
+    model.loss_sum(batch)
+    assert made == [True] * count

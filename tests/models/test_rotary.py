@@ -4,10 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced
 from torch import Tensor
 
 from motet.models.arch.layers import RotaryEmbedding, apply_rotary
-from motet.models.kernels.choice import chosen, kernels_forced
+from motet.models.kernels.choice import chosen
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

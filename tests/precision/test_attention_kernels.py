@@ -124,7 +124,7 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match=r"precision.attention = 'flash' has no kernel for float32"):
         check_job(job, 1)
     with pytest.raises(InputError, match=r"precision.attention = 'flash' has no kernel for float32"):
-        precision_numerics(job.precision, GPU)
+        precision_numerics(job.precision, GPU).__enter__()
     narrow = ["run.device=cuda", "precision.attention=flash", "precision.recipe=bf16"]
     job = small_job(tmp_path, *narrow, "model.head_dim=20")
     with pytest.raises(InputError, match=r"takes heads of 8, 16, ... 256 components, and the model has 20"):

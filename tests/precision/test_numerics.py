@@ -51,7 +51,7 @@ def test_tf32_elsewhere_computes_in_float32_and_says_so(monkeypatch: pytest.Monk
 
 def test_a_gpu_is_not_emulated() -> None:
     with pytest.raises(InputError, match=r"run.device = cuda.*; leave precision.emulate out, or set run.device=cpu"):
-        precision_numerics(EMULATED, GPU)
+        precision_numerics(EMULATED, GPU).__enter__()
 
 
 @pytest.mark.parametrize("precision", ["tf32", {"recipe": "bf16", "emulate": True}])

@@ -12,7 +12,7 @@ These are the rounds of the hash lowbias32 without its last shift, which only lo
 more, its high half makes another key.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from motet.core.seeds import derive_seed
-from motet.models.kernels.choice import Implementation, chosen, in_triton
+from motet.models.kernels.choice import chosen, in_triton
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # (first, stop) along each dimension, in local order
 
@@ -134,27 +134,15 @@ def where_kept(x: Tensor, keep: Tensor) -> Tensor:
 
 def apply_mask(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p: float, spans: Spans | None = None) -> Tensor:
     """x with the elements that `draw_mask` does not keep set to 0, and the others scaled by 1 / (1 - p)."""
-    return _APPLY_MASK[chosen("dropout", x)](x, keys, shape, p=p, spans=spans)
-
-
-def scaled_where_kept(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """x where it is kept, scaled by 1 / (1 - p)."""
-    return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))
-
-
-def _draw_and_apply(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p: float, spans: Spans | None) -> Tensor:
-    keep = draw_mask(keys, shape, p, spans=spans, device=x.device)
-    return scaled_where_kept(x, keep.view(x.shape), p)
-
-
-def _apply_in_triton(x: Tensor, keys: Sequence[int], shape: Sequence[int], *, p: float, spans: Spans | None) -> Tensor:
-    smallest_kept = round(p * 2**32) - 2**31
-    if not x.numel() or smallest_kept >= 2**31 or prod(shape) > 2**32:
-        return _draw_and_apply(x, keys, shape, p=p, spans=spans)
+    smallest_kept, is_in_triton = round(p * 2**32) - 2**31, chosen("dropout", x) == "triton"
+    if not is_in_triton or not x.numel() or smallest_kept >= 2**31 or prod(shape) > 2**32:
+        return scaled_where_kept(x, draw_mask(keys, shape, p, spans=spans, device=x.device).view(x.shape), p)
     make_indices = partial(_local_indices, shape, spans, count=x.numel() // len(keys), device=x.device)
     halves = torch.tensor([[key % 2**32, key >> 32] for key in keys]).to(torch.int32).to(x.device, non_blocking=True)
     mask = in_triton("triton_dropout", "CounterMask")(halves, make_indices, smallest_kept, 1 / (1 - p))
     return cast(Tensor, in_triton("triton_dropout", "drop_by_counter")(x, mask))
 
 
-_APPLY_MASK: dict[Implementation, Callable[..., Tensor]] = {"plain": _draw_and_apply, "triton": _apply_in_triton}
+def scaled_where_kept(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """x where it is kept, scaled by 1 / (1 - p)."""
+    return where_kept(x, keep).mul_(0.0 if p >= 1 else 1 / (1 - p))

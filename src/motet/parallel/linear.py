@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -181,16 +181,14 @@ class SharedInput:
 
     def read(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensor for the layers, and the weights as the layers must use them."""
-        tensors: tuple[Tensor, ...] = _apply(_ReadShared, self, x, *weights)
-        return tensors
+        return cast(tuple[Tensor, ...], _apply(_ReadShared, self, x, *weights))
 
     def multiply(
         self, split: LinearSplit, x: Tensor, weight: Tensor, *, bias: Tensor | None, index: int | None, local: Tensor
     ) -> Tensor:
         """The local columns of the output of a layer. `x` was read from the detached `local` input, and so was a weight
         that has an `index`, whose gradient is left to the function that communicates."""
-        output: Tensor = _apply(_ColumnParallelProduct, self, split.products, index, x, local, weight, bias)
-        return output
+        return cast(Tensor, _apply(_ColumnParallelProduct, self, split.products, index, x, local, weight, bias))
 
     def gather_again(self, local: Tensor) -> Tensor:
         """The gathered input in backward, for one product after another."""
@@ -278,8 +276,7 @@ class _ColumnParallelProduct(torch.autograd.Function):
 def row_product(split: LinearSplit, layer: Any, x: Tensor) -> Tensor:
     """The output of a layer whose rows are split, or this rank's summand of it. The first rank adds the bias, and every
     rank has its complete gradient."""
-    output: Tensor = _apply(_RowParallelProduct, split, x, layer.weight, getattr(layer, "bias", None))
-    return output
+    return cast(Tensor, _apply(_RowParallelProduct, split, x, layer.weight, getattr(layer, "bias", None)))
 
 
 class _RowParallelProduct(torch.autograd.Function):
@@ -378,8 +375,7 @@ class _QueuedForward:
         # A computed weight has a gradient only inside of a backward. Autocast computes in another dtype.
         if x.ndim < 2 or not weight.is_leaf or is_transformed() or autocasts(x):
             return self._products.multiply(x, weight, bias)
-        product: Tensor = _apply(_QueuedProduct, self._queue, x, weight, bias)
-        return product
+        return cast(Tensor, _apply(_QueuedProduct, self._queue, x, weight, bias))
 
 
 class _QueuedProduct(torch.autograd.Function):

@@ -171,7 +171,8 @@ class SoftwareStack:
         )
 
 
-_EAGER_PASSES, _EAGER_KERNELS = 2.5, 45
+_FITTED = "torchtitan and Megatron"
+_MOTET = SoftwareStack("motet", 2.5, kernels_per_block=45, keeps_logits=False, memory="motet", assumed_from=_FITTED)
 # Bytes that the kernels between products move in compiled blocks of motet, over those of torch's own kernels, and the
 # same of numbers of kernels. Assumed: torchtitan's fitted steps have 1.2 of 3.6 passes, and 20 of 60 kernels.
 COMPILED_BYTES, COMPILED_KERNELS = 0.55, 1 / 3
@@ -179,22 +180,13 @@ COMPILED_BYTES, COMPILED_KERNELS = 0.55, 1 / 3
 STACKS: dict[str, SoftwareStack] = {
     stack.name: stack
     for stack in (
-        SoftwareStack(
-            "motet",
-            _EAGER_PASSES,
-            kernels_per_block=_EAGER_KERNELS,
-            keeps_logits=False,
-            memory="motet",
-            assumed_from="torchtitan and Megatron",
-        ),
+        _MOTET,
         # The same with `run.compile`
-        SoftwareStack(
-            "motet-compiled",
-            COMPILED_BYTES * _EAGER_PASSES,
-            kernels_per_block=COMPILED_KERNELS * _EAGER_KERNELS,
-            keeps_logits=False,
-            memory="motet",
-            assumed_from="torchtitan and Megatron",
+        replace(
+            _MOTET,
+            name="motet-compiled",
+            elementwise_passes=COMPILED_BYTES * _MOTET.elementwise_passes,
+            kernels_per_block=COMPILED_KERNELS * _MOTET.kernels_per_block,
             as_written="motet",
         ),
         # The same on processors, which copy messages themselves.

@@ -66,12 +66,8 @@ def attention_problem(
     """Why a CUDA device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
     if settings.attention == "auto":
         return ""
-    kernel, name, compute = (
-        _kernel(settings),
-        f"precision.attention = {settings.attention!r}",
-        settings.resolved.compute,
-    )
-    remedy = "write precision.attention=auto"
+    kernel, compute = _kernel(settings), settings.resolved.compute
+    name, remedy = f"precision.attention = {settings.attention!r}", "write precision.attention=auto"
     if compute not in kernel.dtypes:
         recipes = " or ".join(key for key, recipe in RECIPES.items() if recipe.compute in kernel.dtypes)
         return f"{name} has no kernel for {compute} on a GPU; {remedy}, or set precision.recipe={recipes}"

@@ -11,7 +11,7 @@ it does on a processor.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -135,16 +135,10 @@ def float32_products(dtype: torch.dtype) -> Iterator[None]:
 _TF32_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
 
 
-def precision_numerics(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, everything on the device is computed in the precision of the recipe, and attention by its kernels."""
-    return _all_of(_products(settings, device), _attention_kernels(settings, device))
-
-
 @contextmanager
-def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def precision_numerics(settings: PrecisionSettings, device: torch.device) -> Iterator[None]:
+    """Inside, everything on the device is computed in the precision of the recipe, and attention by its kernels."""
+    with _products(settings, device), _attention_kernels(settings, device):
         yield
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,7 +93,8 @@ def run_training(
     limit, known = job.memory.device_limit, parts.engine.recomputation.known_tensors
     with report_run_end(emit_event, progress):
         with device_limit_of_run(limit, parts.group.device, known=known):
-            with ended_saves(parts.state.saver, emit_event), train_steps(report, take_step) as step:
+            steps = nullcontext(take_step) if take_step else train_steps(report, progress)
+            with ended_saves(parts.state.saver, emit_event), steps as step:
                 TrainingLoop(job, report, progress, emit_event, step, stop, waits_for_saves=take_step is not None).run()
             if progress.is_finished:
                 report.report_sample()
@@ -103,13 +104,10 @@ def run_training(
 
 
 @contextmanager
-def train_steps(report: RunReport, take_step: StepFunction | None) -> Iterator[StepFunction]:
-    """The steps of this rank, for which a thread reads ahead, or those of `take_step`."""
-    if take_step is not None:
-        yield take_step
-        return
-    job, parts = report.job, report.parts
-    with parts.make_train_step(job).reading_ahead(job.data.prefetch, _last_step(job, parts.total_steps)) as train_step:
+def train_steps(report: RunReport, progress: RunProgress) -> Iterator[StepFunction]:
+    """The steps of this rank with its group, for which a thread reads ahead."""
+    job, steps = report.job, range(progress.completed_steps, _last_step(report.job, progress.total_steps))
+    with report.parts.make_train_step(job).reading_ahead(job.data.prefetch, steps) as train_step:
         yield train_step.step
 
 

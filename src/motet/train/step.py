@@ -83,22 +83,6 @@ class MicroBatchLoop:
     batch_sequences: int
     queue: InputQueue[_ReadMicroBatch] | None = None
 
-    @contextmanager
-    def reading_ahead(self, depth: int, end: int) -> Iterator["MicroBatchLoop"]:
-        """The same loop, for which a thread reads up to `depth` micro-batches ahead, none of them of step `end`."""
-        device, microbatches = self.engine.group.device, self.microbatches()
-        if depth == 0:
-            yield self
-            return
-
-        def read(step: int, index: int) -> _ReadMicroBatch:
-            rows, batch = self.read(step, microbatches[index])
-            return _ReadMicroBatch(rows, batch.pinned() if device.type == "cuda" else batch)
-
-        start_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        with InputQueue(read, len(microbatches), end=end, depth=depth, start_thread=start_thread) as queue:
-            yield replace(self, queue=queue)
-
     def microbatches(self) -> list[MicroBatchRows]:
         """The rows that the rank reads in each step."""
         return microbatches_of_rank(self.layout, self.engine.group.rank, self.batch_sequences)
@@ -175,10 +159,20 @@ class TrainStep:
     numerics_monitor: NumericsMonitor | None = None
 
     @contextmanager
-    def reading_ahead(self, depth: int, end: int) -> Iterator["TrainStep"]:
-        """The same, for which a thread reads up to `depth` micro-batches ahead, none of them of step `end`."""
-        with self.runner.reading_ahead(depth, end) as runner:
-            yield replace(self, runner=runner)
+    def reading_ahead(self, depth: int, steps: range) -> Iterator["TrainStep"]:
+        """The same for these steps, whose micro-batches a thread reads, up to `depth` of them ahead."""
+        runner, device, microbatches = self.runner, self.engine.group.device, self.runner.microbatches()
+        if depth == 0:
+            yield self
+            return
+
+        def read(step: int, index: int) -> _ReadMicroBatch:
+            rows, batch = runner.read(step, microbatches[index])
+            return _ReadMicroBatch(rows, batch.pinned() if device.type == "cuda" else batch)
+
+        start_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        with InputQueue(read, steps, len(microbatches), depth=depth, start_thread=start_thread) as queue:
+            yield replace(self, runner=replace(runner, queue=queue))
 
     def step(
         self, step: int, learning_rate: float, stop: bool = False, last: bool = False, save: bool = False

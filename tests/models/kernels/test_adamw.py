@@ -9,12 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 from torch import Tensor, nn
 
 from kernel_recorder import KernelRecorder
 from motet.models.kernels import choice
-from motet.models.kernels.choice import kernels_forced
-from motet.models.kernels.launches import recorded_launches
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings, resolve_layout

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced
+from gpu_checks.measured_kernels import MeasuredRow, write_measured_rows
 from torch import Tensor
 
 from motet.models.arch.layers import apply_rotary, gated_activation, rms_norm
 from motet.models.kernels import choice
-from motet.models.kernels.choice import MeasuredRow, chosen, kernels_forced, read_measured_rows, write_measured_rows
+from motet.models.kernels.choice import chosen, read_measured_rows
 from motet.models.settings import ActivationName
 
 
@@ -62,7 +64,7 @@ def test_a_compiled_rotation_is_its_plain_definition() -> None:
 
 
 def test_a_cpu_never_chooses_triton() -> None:
-    rows = [row for row in choice._ROWS if row.device in ("cpu", "any")]
+    rows = [row for row in choice.ROWS if row.device in ("cpu", "any")]
     assert rows and all(row.implementation != "triton" for row in rows)
     assert chosen("rms_norm", torch.zeros(2**20)) == "cpu" == chosen("rms_norm", torch.zeros(1, device="meta"))
     with kernels_forced("plain"):
@@ -82,9 +84,9 @@ def test_measured_rows_come_before_assumed_ones(cache: Path) -> None:
         MeasuredRow(kernel="rms_norm", dtype="bfloat16", least_elements=least, implementation=implementation)
         for least, implementation in ((0, "torch"), (4096, "plain"))
     ]
-    assert read_measured_rows("A") == []
+    assert read_measured_rows() == {}
     assert write_measured_rows("A", rows) == cache and write_measured_rows("B", []) == cache
-    assert [(row.least_elements, row.implementation) for row in read_measured_rows("A")] == [
+    assert [(row.least_elements, row.implementation) for row in read_measured_rows()["A"]] == [
         (4096, "plain"),
         (0, "torch"),
     ]
@@ -121,13 +123,13 @@ def test_the_rows_of_a_measurement_are_those_that_runs_ask_for(cache: Path, monk
         assert rows[:2] == [(10**6, "triton"), (0, kernel_rows.WITHOUT_TRITON[kernel])], kernel
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"devices": {"A": [{"kernel": "no"}]}}', json.dumps({"more": 1})])
+@pytest.mark.parametrize("text", ["", "[]", '{"A": [{"kernel": "no"}]}', json.dumps({"more": 1})])
 def test_a_damaged_file_counts_as_empty(cache: Path, text: str) -> None:
     cache.parent.mkdir()
     cache.write_text(text)
-    assert read_measured_rows("A") == []
+    assert read_measured_rows() == {}
     write_measured_rows("A", [MeasuredRow(kernel="rotary", dtype="float32", least_elements=0, implementation="torch")])
-    assert len(read_measured_rows("A")) == 1
+    assert len(read_measured_rows()["A"]) == 1
 
 
 def test_without_triton_a_gpu_runs_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

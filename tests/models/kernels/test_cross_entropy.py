@@ -8,12 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 from torch import Tensor
 
 from motet.models.arch import loss
 from motet.models.kernels import choice
-from motet.models.kernels.choice import kernels_forced
-from motet.models.kernels.launches import recorded_launches
 from triton_interpreter import Interpreted
 
 SIZES = [(3, 1), (5, 7), (4, 4097), (2, 50257), (2, 128256)]

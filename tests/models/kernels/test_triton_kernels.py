@@ -7,14 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced, launches_replaced, recorded_launches
 from torch import Tensor
 
 from motet.core.seeds import derive_seed
 from motet.models.arch import layers
 from motet.models.arch.layers import RMSNorm, RotaryEmbedding, add_norm, apply_rotary, gated_activation, rms_norm
 from motet.models.dropout_mask import Spans, apply_mask
-from motet.models.kernels.choice import kernels_forced
-from motet.models.kernels.launches import recorded_launches
 from motet.models.settings import ActivationName
 from triton_interpreter import Interpreted
 
@@ -297,8 +296,6 @@ def test_every_kernel_compiles_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from motet.models.kernels import triton_dropout, triton_gate, triton_norm, triton_rotary
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = []
 
@@ -307,7 +304,7 @@ def test_every_kernel_compiles_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest
             return "*" + {"f": "fp", "b": "bf", "i": "i"}[str(value.dtype)[6]] + str(8 * value.dtype.itemsize)
         return "constexpr" if value is None else "i64" if abs(value) >= 2**31 else "i32"
 
-    def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def compile_only(_: object, kernel: Any, grid: tuple[int, ...], arguments: Any, constants: Any) -> None:
         assert all(0 < count < 2**31 for count in grid) and all(count < 2**16 for count in grid[1:])
         options = {"num_warps": constants.pop("num_warps", 4)}
         named = dict(zip(kernel.arg_names, arguments, strict=False))
@@ -316,12 +313,10 @@ def test_every_kernel_compiles_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest
         source = ASTSource(fn=kernel, signature={n: signature[n] for n in kernel.arg_names}, constexprs=values)
         compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
-    for module in (triton_dropout, triton_gate, triton_norm, triton_rotary):
-        monkeypatch.setattr(module, "launch", compile_only)
     x, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((2, 3, 2, 200), (200,)))
     norm = RMSNorm(200, 1e-5).to(dtype)
     rotations = RotaryEmbedding(64, 100.0).rotations_at(torch.arange(3), dtype)
-    with kernels_forced("triton"):
+    with kernels_forced("triton"), launches_replaced(compile_only):
         outputs = [
             rms_norm(x, weight, 1e-5),
             *add_norm(x, x, norm),

@@ -4,12 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced, recorded_launches
 from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.models.build import build_trainable_model
-from motet.models.kernels.choice import kernels_forced
-from motet.models.kernels.launches import recorded_launches
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, ModelSettings
 from motet.train.job import load_job
 from triton_interpreter import Interpreted

@@ -65,11 +65,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: Sco
 def choose_kernel(
     mask: AttentionMask, x: Tensor, shape: torch.Size, *, document_count: int | None = None
 ) -> AttentionMask:
-    """The mask, which knows the kernel of variable length for activations like x if there is one. Called before the
-    blocks, so that no block makes the starts of documents again. `shape` is [R, T]."""
-    mask.length = shape[1] if mask.has_kernel_order else None
-    if attention_exchange.get() is None and (kernel := variable_length_kernel(x)) is not None:
-        mask.use_kernel(kernel, *shape, device=x.device, count=document_count)
+    """The mask, which knows the kernel of variable length for activations like x if there is one, or has its dense form
+    for them. Called before the blocks, so that no block makes starts or a dense form again. `shape` is [R, T]."""
+    if attention_exchange.get() is None:
+        if (kernel := variable_length_kernel(x)) is not None:
+            mask.use_kernel(kernel, *shape, device=x.device, count=document_count)
+        if mask.sequence is None:
+            mask.dense(shape[1], shape[1], dtype=x.dtype, device=x.device)
     return mask
 
 

@@ -57,7 +57,6 @@ class AttentionMask:
         self.window = window  # A query sees at most `window - 1` places before its own
         self.sees_all = sees_all  # [R, T] bool: queries that see the keys of every document
         self.bias = bias  # [1, heads, T, S], learned: added to the scores of visible keys
-        self.length: int | None = None  # Tokens of a whole row, where they are known
         self._dense: dict[torch.dtype, Tensor | None] = {}
         self.sequence: DocumentSequence | None = None  # Set where a kernel takes it in place of a dense form
 
@@ -86,13 +85,7 @@ class AttentionMask:
         return mask
 
     def use_kernel(
-        self,
-        kernel: VariableLengthKernel,
-        rows: int,
-        length: int,
-        *,
-        device: torch.device,
-        count: int | None = None,
+        self, kernel: VariableLengthKernel, rows: int, length: int, *, device: torch.device, count: int | None = None
     ) -> None:
         """Let a kernel compute attention of documents or windows, if it takes the mask: queries and keys are the same
         whole rows, and equal numbers of documents are neighbours. Without the number of documents in all rows the host
@@ -124,23 +117,6 @@ class AttentionMask:
         if not torch.compiler.is_compiling():  # Graphs of blocks would differ by the masks that they change
             self._dense[dtype] = bias
         return bias
-
-    def prepare(self, x: Tensor) -> None:
-        """Make the dense form for the activation x of a compiled block, if no kernel is in its place."""
-        if self.sequence is not None:
-            return
-        length, key_length = self._length_of(0), self._length_of(1)
-        if length is not None and key_length is not None:
-            self.dense(length, key_length, dtype=x.dtype, device=x.device)
-
-    def _length_of(self, side: int) -> int | None:
-        """The tokens of the queries (0) or the keys (1); a block may see a part of them, where ranks split a row."""
-        tokens = (self.queries, self.keys)[side]
-        if self.bias is not None:
-            return self.bias.shape[2 + side]
-        if tokens.documents is not None:
-            return tokens.documents.shape[1]
-        return self.length if tokens.places is None else len(tokens.places)
 
     def _make_dense(self, length: int, key_length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         is_visible, bias = self._is_visible(length, key_length, device), self.bias

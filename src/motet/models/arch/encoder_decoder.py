@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import check_input
 from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
+from motet.models.arch.attention_core import attention_exchange
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask, places_in_row
 from motet.models.arch.layers import build_norm
 from motet.models.arch.loss import LogitsProjection
@@ -64,6 +65,8 @@ class EncoderDecoderModel(nn.Module):
         encoded = self.encoder(x, bidirectional_mask(source_documents, source_documents))
         x = self.dropout(self.embedding(tokens))
         cross_mask = bidirectional_mask(documents, source_documents)
+        if attention_exchange.get() is None:
+            cross_mask.dense(tokens.shape[1], source.shape[1], dtype=x.dtype, device=x.device)
         decoded: Tensor = self.decoder(x, causal_mask(documents, places), encoded, cross_mask)
         # A table that is also the head has the scale of an embedding, so logits are scaled down.
         return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded

@@ -10,7 +10,7 @@ The vocabulary entries that a rank holds, where tensor-parallel ranks split them
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,9 @@ from motet.models.arch.logit_slices import (
     SOFTMAX_CHUNK_BYTES,
     even_row_slices,
 )
-from motet.models.kernels.choice import Implementation, chosen, in_triton
+from motet.models.kernels.choice import chosen, in_triton
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class VocabularyShard(Protocol):
@@ -239,7 +241,13 @@ def _losses(
         for rows in _softmax_chunks(logits) if overwrite_with_errors else ():
             _write_errors(logits[rows], logsumexp[rows], targets[rows], vocabulary=vocabulary, output=logits[rows])
         return losses
-    return _ROW_LOSSES[chosen("cross_entropy", logits)](logits, targets, overwrites=overwrite_with_errors)
+    return _kernel(logits, "losses_of_rows", _plain_losses)(logits, targets, overwrites=overwrite_with_errors)
+
+
+def _kernel(logits: Tensor, name: str, plain: Function) -> Function:
+    """The function of this name in Triton, or its plain definition."""
+    is_in_triton = chosen("cross_entropy", logits) == "triton"
+    return cast(Function, in_triton("triton_cross_entropy", name)) if is_in_triton else plain
 
 
 def _plain_losses(logits: Tensor, targets: Tensor, *, overwrites: bool) -> Tensor:
@@ -258,12 +266,6 @@ def _plain_losses(logits: Tensor, targets: Tensor, *, overwrites: bool) -> Tenso
     return losses
 
 
-_ROW_LOSSES: dict[Implementation, Callable[..., Tensor]] = {
-    "plain": _plain_losses,
-    "triton": in_triton("triton_cross_entropy", "losses_of_rows"),
-}
-
-
 def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
     """(log-sum-exp over the entries of all ranks, losses), both [N, 1], from the logits of this rank's entries."""
     size = vocabulary.size
@@ -271,7 +273,8 @@ def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularySh
         outside = targets[(targets < 0) | (targets >= size)]
         problem = f"target {outside[:1].tolist()} is outside of the vocabulary, which has {size} entries"
         check_input(not len(outside), f"{problem}; make the vocabulary larger, or take another tokenizer")
-    local, target_logit = _STATISTICS[chosen("cross_entropy", logits)](logits, *_local_targets(targets, vocabulary))
+    statistics = _kernel(logits, "statistics_of_rows", _plain_statistics)
+    local, target_logit = statistics(logits, *_local_targets(targets, vocabulary))
     largest = vocabulary.all_reduce(local.clone(), "max")  # Without it, exponentials of large logits overflow
     sums = vocabulary.all_reduce(torch.stack([(local - largest).exp(), target_logit]), "sum")
     logsumexp = largest + sums[0].log()
@@ -289,12 +292,6 @@ def _plain_statistics(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple[
     return local, target_logit
 
 
-_STATISTICS: dict[Implementation, Callable[..., tuple[Tensor, Tensor]]] = {
-    "plain": _plain_statistics,
-    "triton": in_triton("triton_cross_entropy", "statistics_of_rows"),
-}
-
-
 def _write_errors(
     logits: Tensor,
     logsumexp: Tensor,
@@ -306,7 +303,7 @@ def _write_errors(
 ) -> None:
     """Probabilities of this rank's entries, minus 1 at the target where it is one of them, times the scale."""
     column, is_here = _local_targets(targets, vocabulary)
-    write = _ERRORS[chosen("cross_entropy", logits)]
+    write = _kernel(logits, "write_errors", _plain_errors)
     write(logits, logsumexp, column, is_here=is_here, output=output, scale=scale)
 
 
@@ -317,12 +314,6 @@ def _plain_errors(
     if logits.shape[1]:
         probabilities.scatter_add_(1, column, -is_here.to(logsumexp.dtype))
     output.copy_(probabilities if scale is None else probabilities.mul_(scale))
-
-
-_ERRORS: dict[Implementation, Callable[..., None]] = {
-    "plain": _plain_errors,
-    "triton": in_triton("triton_cross_entropy", "write_errors"),
-}
 
 
 def _local_targets(targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.core.trace import log_if_slow
-from motet.models.arch.attention_mask import AttentionMask
 from motet.models.torch_private import (
     GraphCompiler,
     compile_problem,
@@ -78,7 +77,6 @@ class CompiledBlocks:
         for each in self._unshared:
             _let_graphs_be_shared(each)
         self._unshared = ()
-        _prepare_masks(arguments)
         try:
             with without_function_modes():
                 return compiled(*args, **kwargs)
@@ -116,14 +114,6 @@ def _class_with_replaced_forward(kind: Any) -> Any:
 
 def _replaced_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer.replaced_forward(*args, **kwargs)
-
-
-def _prepare_masks(arguments: Sequence[Any]) -> None:
-    """Let masks make their tensors before a graph, which then reads them as the graphs of all blocks do."""
-    x = next((each for each in arguments if isinstance(each, Tensor)), None)
-    for each in arguments:
-        if isinstance(each, AttentionMask) and x is not None:
-            each.prepare(x)
 
 
 def compile_blocks(module: nn.Module, *, falls_back: bool) -> CompiledBlocks:

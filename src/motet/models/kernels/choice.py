@@ -1,23 +1,13 @@
 """The table of implementations: which one runs for a kernel, a type of device, a dtype and a number of elements.
 
-A kernel has a plain definition in ordinary operations of torch, which a compiler fuses, and others that equal it:
-
-| implementation | what it is |
-|---|---|
-| `plain` | the definition; inside of `torch.compile` always this one |
-| `cpu` | few passes over memory with a backward for a CPU |
-| `torch` | operators of torch that take few kernels on any device |
-| `triton` | a kernel in Triton, forward and backward |
-
-The first row that matches decides. Rows of a GPU are assumed until `scripts/gpu.py` has measured them on a device of
-that name: then the rows of its file come first.
+A kernel has a plain definition in ordinary operations of torch, which a compiler fuses, and others that equal it;
+docs/reference/kernels.md describes them. The first row that matches decides. Rows of a GPU are assumed until
+`scripts/gpu.py` has measured them on a device of that name: then the rows of its file come first.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from motet.core.text_files import write_file_atomically
 from motet.core.units import dtype_name
 from motet.core.user_cache import user_cache_folder
 
@@ -36,7 +26,7 @@ KernelName = Literal["rms_norm", "add_rms_norm", "rotary", "gated_activation", "
 Implementation = Literal["plain", "cpu", "torch", "triton"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class KernelRow:
     """The implementation of a kernel for tensors of at least some elements."""
 
@@ -50,22 +40,20 @@ class KernelRow:
 
 _CPU_NORM = "measured: 4096 x 256, one thread: 1.5 ms instead of 7.7 in float32, 3.0 instead of 10.2 in bfloat16"
 _CPU_GATE = "measured: 4096 x 688 float32, one thread: 12 ms instead of 19-33 by autograd"
-_ONE_PRODUCT = "one complex product in place of six kernels"
 _LAUNCHES = "assumed: launches of fewer elements take longer than the bytes that they save; no GPU has run it"
 _NARROW = ("float32", "bfloat16", "float16")  # float64 is for comparisons: there a kernel does not change bits
-_ROWS: tuple[KernelRow, ...] = (
+# The table without the rows of a file, in the order in which they are tried.
+ROWS: tuple[KernelRow, ...] = (
     *(KernelRow(kernel, "cuda", "triton", _LAUNCHES, _NARROW, 2**16) for kernel in get_args(KernelName)),
     KernelRow("rms_norm", "cpu", "cpu", _CPU_NORM),
     KernelRow("rms_norm", "any", "torch", "a fused kernel of torch"),
     KernelRow("gated_activation", "any", "cpu", _CPU_GATE),
-    KernelRow("rotary", "any", "torch", _ONE_PRODUCT),
+    KernelRow("rotary", "any", "torch", "one complex product in place of six kernels"),
     KernelRow("add_rms_norm", "any", "plain", "an addition, and the norm by its own row"),
     KernelRow("dropout", "any", "plain", "the mask is drawn, and kept for backward"),
     KernelRow("cross_entropy", "any", "plain", "a softmax over chunks of rows, which overwrites the logits"),
     KernelRow("adamw", "any", "torch", "a fused kernel of torch, after a cast and a product, and before another cast"),
 )
-
-_forced: Mapping[KernelName, Implementation] = {}
 
 
 def kernel_device(x: Tensor) -> str:
@@ -77,8 +65,6 @@ def chosen(kernel: KernelName, x: Tensor) -> Implementation:
     """The implementation of a kernel for this input."""
     if torch.compiler.is_compiling():
         return "plain"
-    if kernel in _forced:
-        return _forced[kernel]
     device = kernel_device(x)
     name, elements = _device_name(x.device) if device == "cuda" else "", x.numel()
     rows = _matching_rows(kernel, device, dtype_name(x.dtype), name=name)
@@ -94,18 +80,6 @@ def in_triton(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-@contextmanager
-def kernels_forced(forced: Literal["plain", "triton"] | Mapping[KernelName, Implementation]) -> Iterator[None]:
-    """Run this implementation of every kernel, or of each that is named, in all threads: for tests and measurements."""
-    global _forced
-    before = _forced
-    _forced = dict.fromkeys(get_args(KernelName), forced) if isinstance(forced, str) else forced
-    try:
-        yield
-    finally:
-        _forced = before
-
-
 @cache
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
@@ -113,7 +87,7 @@ def _device_name(device: torch.device) -> str:
 
 @cache
 def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) -> list[tuple[int, Implementation]]:
-    rows = [*(read_measured_rows(name) if name else ()), *_ROWS]
+    rows = [*(read_measured_rows().get(name, ()) if name else ()), *ROWS]
     return [
         (row.least_elements, row.implementation)
         for row in rows
@@ -129,64 +103,23 @@ def has_triton() -> bool:
     return find_spec("triton") is not None and any(name and shutil.which(name) for name in names)
 
 
-def rows_before_measurements() -> Sequence[KernelRow]:
-    """The table without the rows of a file, in the order in which they are tried."""
-    return _ROWS
-
-
 # --- measured rows -----------------------------------------------------------------------------------
 
-
-class MeasuredRow(BaseModel):
-    """A row of the file: the fastest implementation from a number of elements on."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kernel: KernelName
-    dtype: str
-    least_elements: int
-    implementation: Implementation
+MEASURED = TypeAdapter(dict[str, list[KernelRow]])  # The content of the file: rows by the name that CUDA gives a device
 
 
-class _MeasuredFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    devices: dict[str, list[MeasuredRow]] = {}  # By the name that CUDA gives a device
-
-
-def _measured_path() -> Path | None:
+def measured_path() -> Path | None:
+    """The file of measured rows, which may not exist; None for a user without a cache folder."""
     folder = user_cache_folder()
     return None if folder is None else folder / "kernels.json"
 
 
-def _read_file(path: Path) -> _MeasuredFile:
-    """The content; a file that is absent, damaged or another user's counts as empty."""
+def read_measured_rows() -> dict[str, list[KernelRow]]:
+    """The measured rows of each device; a file that is absent, damaged or another user's counts as empty."""
+    path = measured_path()
     try:
-        if path.stat().st_uid == os.getuid():
-            return _MeasuredFile.model_validate_json(path.read_bytes())
+        if path is not None and path.stat().st_uid == os.getuid():
+            return MEASURED.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         pass
-    return _MeasuredFile()
-
-
-def read_measured_rows(device_name: str) -> list[KernelRow]:
-    """The rows that were measured on a GPU of this name; those of more elements come first."""
-    path = _measured_path()
-    measured = [] if path is None else _read_file(path).devices.get(device_name, [])
-    return [
-        KernelRow(row.kernel, "cuda", row.implementation, "measured", (row.dtype,), row.least_elements)
-        for row in sorted(measured, key=lambda row: -row.least_elements)
-    ]
-
-
-def write_measured_rows(device_name: str, rows: list[MeasuredRow]) -> Path | None:
-    """Keep the rows of a GPU; returns the file, or None for a user without a cache folder."""
-    path = _measured_path()
-    if path is None:
-        return None
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    content = _read_file(path)
-    content.devices[device_name] = rows
-    write_file_atomically(path, content.model_dump_json(indent=1).encode())
-    _matching_rows.cache_clear()
-    return path
+    return {}

@@ -12,18 +12,9 @@ _WIDTH = 1024  # Elements that a program updates; assumed
 
 @triton.jit
 def adamw_elements(
-    gradient,
-    master,
-    mean,
-    square,
-    compute,
-    numbers,
-    step,
-    size,
-    casts: tl.constexpr,
-    wide: tl.constexpr,
-    width: tl.constexpr,
-):
+    gradient, master, mean, square, compute, numbers, step, size,
+    casts: tl.constexpr, wide: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     # Numbers of the update are in float64: in float32, 1 - 0.999 would have three wrong digits.
     rate, decay = tl.load(numbers), tl.load(numbers + 1)
     beta1, beta2 = tl.load(numbers + 2), tl.load(numbers + 3)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
-
 _WIDTH = 4096  # Columns that a program reads together; assumed
 
 
@@ -71,27 +69,21 @@ def row_statistics(logits, targets, logsumexp, at_target, stride, size, wide: tl
 
 @triton.jit
 def error_rows(
-    logits,
-    targets,
-    logsumexp,
-    scales,
-    out,
-    stride,
-    out_stride,
-    size,
-    scaled: tl.constexpr,
-    wide: tl.constexpr,
-    width: tl.constexpr,
-):
+    logits, targets, logsumexp, scales, out, out_stride, stride, size,
+    scaled: tl.constexpr, wide: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + index).to(wide) if scaled else 1.0
     row, out_row, target = logits + index * stride, out + index * out_stride, tl.load(targets + index)
     write_row_errors(row, out_row, tl.load(logsumexp + index), target, scale, size, wide, width)
 
 
-def _shape_options(logits: Tensor) -> dict[str, Any]:
-    wide = tl.float64 if logits.dtype == torch.float64 else tl.float32
-    return {"wide": wide, "width": min(_WIDTH, triton.next_power_of_2(max(1, logits.shape[1])))}
+def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel with a program for each row."""
+    if len(logits):
+        wide, size = tl.float64 if logits.dtype == torch.float64 else tl.float32, logits.shape[1]
+        constants |= {"wide": wide, "width": min(_WIDTH, triton.next_power_of_2(max(1, size)))}
+        kernel[(len(logits),)](logits, *arguments, logits.stride(0), size, **constants)
 
 
 def _new_column(logits: Tensor) -> Tensor:
@@ -102,27 +94,14 @@ def losses_of_rows(logits: Tensor, targets: Tensor, *, overwrites: bool) -> Tens
     """[N, 1], the cross-entropies of logits [N, V] at targets [N], NaN for a target that is no entry. Rows are
     contiguous; with `overwrites` they become their errors."""
     losses = _new_column(logits)
-    if len(logits):
-        tensors = (logits, targets.contiguous(), losses)
-        options = _shape_options(logits)
-        launch(
-            cross_entropy_rows,
-            (len(logits),),
-            *tensors,
-            logits.stride(0),
-            logits.shape[1],
-            overwrites=overwrites,
-            **options,
-        )
+    _launch(cross_entropy_rows, logits, targets.contiguous(), losses, overwrites=overwrites)
     return losses
 
 
 def statistics_of_rows(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
     """The log-sum-exp of each row, and its logit at a column, 0 where this is not here; all [N, 1]."""
     logsumexp, at_target = _new_column(logits), _new_column(logits)
-    if len(logits):
-        tensors = (logits, column.where(is_here, -1), logsumexp, at_target)
-        launch(row_statistics, (len(logits),), *tensors, logits.stride(0), logits.shape[1], **_shape_options(logits))
+    _launch(row_statistics, logits, column.where(is_here, -1), logsumexp, at_target)
     return logsumexp, at_target
 
 
@@ -131,8 +110,6 @@ def write_errors(
 ) -> None:
     """Write probabilities [N, V] minus 1 at the column of each row that is here, times the scale of the row. Other
     tensors are [N, 1]; the output may be the logits."""
-    if len(logits):
-        scales = logsumexp if scale is None else scale.contiguous()
-        tensors = (logits, column.where(is_here, -1), logsumexp.contiguous(), scales, output)
-        sizes = logits.stride(0), output.stride(0), logits.shape[1]
-        launch(error_rows, (len(logits),), *tensors, *sizes, scaled=scale is not None, **_shape_options(logits))
+    scales = logsumexp if scale is None else scale.contiguous()
+    tensors = column.where(is_here, -1), logsumexp.contiguous(), scales, output
+    _launch(error_rows, logits, *tensors, output.stride(0), scaled=scale is not None)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
-
 _WIDTH = 1024  # Elements of a row that a program computes; assumed
 
 
@@ -51,8 +49,7 @@ def _drop(x: Tensor, mask: CounterMask) -> Tensor:
     out, count = torch.empty_like(x), x.numel() // rows
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
     constants = {"smallest_kept": mask.smallest_kept, "factor": mask.factor, "wide": wide, "width": _WIDTH}
-    grid = triton.cdiv(count, _WIDTH), rows
-    launch(drop_elements, grid, x, out, mask.keys, indices, first, count, **constants)
+    drop_elements[triton.cdiv(count, _WIDTH), rows](x, out, mask.keys, indices, first, count, **constants)
     return out
 
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
 from motet.models.settings import ActivationName
 
 _WIDTH = 1024  # Columns of a row that a program computes; assumed
@@ -71,7 +70,7 @@ def _launch(kernel: Any, x: Tensor, *tensors: Tensor, name: ActivationName) -> N
     if rows * size:
         width = min(_WIDTH, triton.next_power_of_2(size))
         wide = tl.float64 if x.dtype == torch.float64 else tl.float32
-        launch(kernel, (rows, triton.cdiv(size, width)), *tensors, size, name=name, wide=wide, width=width)
+        kernel[rows, triton.cdiv(size, width)](*tensors, size, name=name, wide=wide, width=width)
 
 
 class _TritonGate(torch.autograd.Function):

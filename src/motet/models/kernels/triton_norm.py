@@ -7,14 +7,12 @@ A program computes a tile of whole rows. In backward each program goes through s
 gradient of the weight, so that the order of additions does not depend on timing.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from motet.models.kernels.launches import launch
 
 _TILE = 4096  # Elements of a tile of short rows; assumed
 _PROGRAMS = 512  # In backward: each has a row of sums; two to four for each multiprocessor of a GPU; assumed
@@ -66,19 +64,11 @@ def rms_norm_backward(
         tl.store(sums + program * size + column, partial, mask=column < size)
 
 
-class _Tiles(NamedTuple):
-    """The tiles that cover a matrix, and the warps that a tile takes."""
-
-    number: int
-    height: int
-    width: int
-    warps: int
-
-
-def _tiles_of(rows: int, size: int) -> _Tiles:
+def _tile_options(rows: int, size: int) -> dict[str, int]:
+    """The size of the tiles that cover a matrix, and the warps that a tile takes."""
     width = triton.next_power_of_2(size)
     height = max(1, min(_TILE // width, triton.next_power_of_2(rows)))
-    return _Tiles(triton.cdiv(rows, height), height, width, min(16, max(4, height * width // 1024)))
+    return {"height": height, "width": width, "num_warps": min(16, max(4, height * width // 1024))}
 
 
 class _TritonRMSNorm(torch.autograd.Function):
@@ -92,10 +82,10 @@ class _TritonRMSNorm(torch.autograd.Function):
         rows, wide = x.numel() // size, torch.promote_types(x.dtype, torch.float32)
         total = None if y is None else torch.empty_like(x)
         out, rstd = torch.empty_like(x), torch.empty(rows, dtype=wide, device=x.device)
-        tiles = _tiles_of(rows, size)
+        options = _tile_options(rows, size)
         if rows:
-            constants = {"eps": eps, "height": tiles.height, "width": tiles.width, "num_warps": tiles.warps}
-            launch(rms_norm_forward, (tiles.number,), x, y, weight, total, out, rstd, rows, size, **constants)
+            grid = (triton.cdiv(rows, options["height"]),)
+            rms_norm_forward[grid](x, y, weight, total, out, rstd, rows, size, eps=eps, **options)
         ctx.save_for_backward(x if total is None else total, weight, rstd)
         ctx.set_materialize_grads(False)
         return total, out
@@ -108,15 +98,14 @@ class _TritonRMSNorm(torch.autograd.Function):
             return grad_total, grad_total, None, None
         x, weight, rstd = ctx.saved_tensors
         rows, size = rstd.numel(), x.shape[-1]
-        tiles, needs_sums = _tiles_of(rows, size), ctx.needs_input_grad[2]
-        programs = min(tiles.number, _PROGRAMS)
+        options, needs_sums = _tile_options(rows, size), ctx.needs_input_grad[2]
+        programs = min(triton.cdiv(rows, options["height"]), _PROGRAMS)
         grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
         grad_x = torch.empty_like(x)
         sums = torch.empty(programs, size, dtype=rstd.dtype, device=x.device) if needs_sums else None
         if rows:
-            constants = {"height": tiles.height, "width": tiles.width, "num_warps": tiles.warps}
             tensors = grad, grad_total, x, weight, rstd, grad_x, sums
-            launch(rms_norm_backward, (programs,), *tensors, rows, size, **constants)
+            rms_norm_backward[(programs,)](*tensors, rows, size, **options)
         grad_y = grad_x if ctx.needs_input_grad[1] else None
         return grad_x, grad_y, None if sums is None else sums.sum(0).to(weight.dtype), None
 

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
-
 _TILE = 4096  # Elements of the heads that a program rotates; assumed
 
 
@@ -42,9 +40,9 @@ def _rotate(heads: Tensor, rotations: Tensor, *, sign: int) -> Tensor:
         return out
     width = triton.next_power_of_2(triton.cdiv(size, 2))
     height = max(1, min(_TILE // (2 * width), triton.next_power_of_2(count)))
-    grid = tokens, triton.cdiv(count, height)
     sizes = *heads.stride(), rotations.shape[0], count, size, rotations.shape[1]
-    launch(rotate_pairs, grid, heads, rotations, out, *sizes, sign=sign, height=height, width=width)
+    constants = {"sign": sign, "height": height, "width": width}
+    rotate_pairs[tokens, triton.cdiv(count, height)](heads, rotations, out, *sizes, **constants)
     return out
 
 

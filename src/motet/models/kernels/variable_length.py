@@ -1,8 +1,9 @@
 """Attention of documents that follow one another, by the kernel of variable length that torch has on CUDA devices."""
 
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,16 +12,7 @@ _NEEDED_OPTIONS = {"scale", "window_size", "enable_gqa"}
 _MIN_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
 
 
-class VariableLengthKernel(Protocol):
-    """Attention in which tokens see those of the same document."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
-    ) -> Tensor:
-        """q [N, h, D], k and v [N, kv, D] -> [N, h, D]. starts [documents + 1] int32, the last one is N; a
-        document has at most `longest` tokens, or none. A query sees `window` keys before and after its place; -1 is no
-        limit."""
-        ...
+VariableLengthKernel = Callable[..., Tensor]  # With the arguments of `attend` below
 
 
 def variable_length_kernel(x: Tensor) -> VariableLengthKernel | None:
@@ -43,6 +35,8 @@ def torch_kernel() -> VariableLengthKernel | None:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
     ) -> Tensor:
+        """q [N, h, D], k and v [N, kv, D] -> [N, h, D]. starts [documents + 1] int32, the last one is N; a document has
+        at most `longest` tokens, or none. A query sees `window` keys before and after its place; -1 is no limit."""
         options: dict[str, Any] = {"window_size": window, "enable_gqa": q.shape[1] != k.shape[1]}
         return cast(Tensor, varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, **options))
 
