@@ -34,6 +34,10 @@ class KernelRecorder:
             by_name = {name: at_address(value) for name, value in named.items()}
             self._kept.append(partial(kernel, *map(at_address, arguments), **by_name))
 
+    def launch(self, start: Callable[..., Any], kernel: Any, grid: Any, arguments: Any, constants: Any) -> None:
+        """A launch of Triton, as `launches_replaced` hands it over."""
+        self.start(start(kernel, grid), *arguments, **constants)
+
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self._kept = kept = list[Callable[[], object]]()
         try:

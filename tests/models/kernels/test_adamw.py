@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gpu_checks.kernel_patches import kernels_forced, recorded_launches
+from gpu_checks.kernel_patches import kernels_forced, launches_replaced, recorded_launches
 from torch import Tensor, nn
 
 from kernel_recorder import KernelRecorder
@@ -180,12 +180,10 @@ def state_after(
     recipe: str, zero: int, event: str, capture: Capture | None, recorder: KernelRecorder
 ) -> dict[str, Tensor]:
     """Parameters, masters, moments and counts after steps of which each has another rate and scale."""
-    from motet.models.kernels import launches, triton_adamw
-
     net = Net().to(getattr(torch, RECIPES[recipe].master))
     with (
         kernels_forced("triton"),
-        patch.object(triton_adamw, "launch", partial(recorder.start, launches.launch)),
+        launches_replaced(recorder.launch),
         patch.object(one_pass_adamw, "cuda_graph_capture", lambda device: capture),
     ):
         optimizer = optimizer_of(net, recipe, zero)

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.kernels.launches import launch
-
 _WIDTH = 1024  # Elements that a program updates; assumed
 
 
@@ -54,4 +52,4 @@ def update_adamw(
         width = min(_WIDTH, triton.next_power_of_2(size))
         tensors = (gradient.contiguous(), master, *moments, master if compute is None else compute, numbers, step)
         options = {"casts": compute is not None, "wide": wide, "width": width}
-        launch(adamw_elements, (triton.cdiv(size, width),), *tensors, size, **options)
+        adamw_elements[(triton.cdiv(size, width),)](*tensors, size, **options)
