@@ -6,7 +6,8 @@ float32 masters and compute in bf16: motet by its recipe, the others under autoc
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -62,15 +63,15 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(step: Callable[[Tensor], Tensor | float], device: torch.device) -> Contender:
-    """A contender from a function that takes one step."""
+def timed(step: Callable[[Any], Tensor | float], device: torch.device) -> Callable[[Sequence[Any]], Any]:
+    """A contender from a function that takes one step of a batch."""
 
-    def run(batches: Sequence[Tensor]) -> tuple[list[float], float]:
+    def run(batches: Sequence[Any]) -> tuple[list[float], float]:
         seconds, loss = list[float](), torch.tensor(0.0)
-        for tokens in batches:
+        for batch in batches:
             wait(device)
             start_s = time.perf_counter()
-            loss = torch.as_tensor(step(tokens)).detach()
+            loss = torch.as_tensor(step(batch)).detach()
             wait(device)
             seconds.append(time.perf_counter() - start_s)
         return seconds, float(loss)
@@ -120,24 +121,31 @@ def motet(shape: Shape, device: torch.device, *, compiles: bool = False) -> Cont
     engine = build_engine(shape.checked(model.module), group, layout=layout, settings=job, batch_sequences=shape.rows)
 
     class Samples:
-        tokens: Tensor
+        """Batches on the host, pinned, as a run reads them ahead of its steps: there it counts their targets."""
+
+        current: Batch
 
         def batch(self, step: int, rows: range) -> Batch:
-            weights = torch.ones(len(rows), shape.length, device=self.tokens.device)
-            return Batch(self.tokens[:, :-1], self.tokens[:, 1:], weights, torch.arange(rows.start, rows.stop))
+            return self.current
+
+    def on_host(tokens: Tensor) -> Batch:
+        host, weights = tokens.cpu(), torch.ones(shape.rows, shape.length)
+        batch = Batch(host[:, :-1].contiguous(), host[:, 1:].contiguous(), weights, torch.arange(shape.rows))
+        return batch.pinned() if device.type == "cuda" else batch
 
     samples = Samples()
     stepper = TrainStep(engine, MicroBatchLoop(model, samples, engine, layout, shape.rows))
 
-    def step(tokens: Tensor) -> float:
-        samples.tokens = tokens
+    def step(batch: Batch) -> float:
+        samples.current = batch
         return stepper.step(0, RATE).loss
 
     inner = timed(step, device)
 
     def run(batches: Sequence[Tensor]) -> tuple[list[float], float]:
+        on_hosts = [on_host(tokens) for tokens in batches]
         with precision_context(job, device):
-            return inner(batches)
+            return inner(on_hosts)
 
     return run
 
@@ -224,15 +232,34 @@ def plain(shape: Shape, device: torch.device, *, compiles: bool = False) -> Cont
 # --- transformers, with and without Liger's kernels ------------------------------------------------------
 
 
+@contextmanager
+def unpatched_after(module: Any) -> Iterator[None]:
+    """Let Liger replace names of a file of transformers, which all models of the process read, inside alone."""
+    names, forward = dict(vars(module)), module.LlamaForCausalLM.forward
+    try:
+        yield
+    finally:
+        vars(module).update(names)
+        module.LlamaForCausalLM.forward = forward
+
+
+def trainer_with_liger(shape: Shape, device: torch.device) -> Contender:
+    """The same Trainer, which lets Liger replace the layers of its model before it trains."""
+    if find_spec("liger_kernel") is None:
+        raise AbsentError("liger_kernel is not installed")
+    if device.type != "cuda":
+        raise AbsentError("its kernels need a GPU")
+    return trainer(shape, device, liger=True)
+
+
 def trainer(shape: Shape, device: torch.device, *, liger: bool = False) -> Contender:
     """transformers' Trainer with its Llama. Its loss has one target fewer in each row."""
-    for name in ("transformers", "accelerate", *(["liger_kernel"] if liger else [])):
+    for name in ("transformers", "accelerate"):
         if find_spec(name) is None:
             raise AbsentError(f"{name} is not installed")
-    if liger and device.type != "cuda":
-        raise AbsentError("its kernels need a GPU")
     import transformers
     from torch.utils.data import DataLoader
+    from transformers.models.llama import modeling_llama
 
     transformers.utils.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
@@ -277,7 +304,8 @@ def trainer(shape: Shape, device: torch.device, *, liger: bool = False) -> Conte
         runner = Runner(module, arguments, train_dataset=[0], optimizers=(optimizer, schedule), callbacks=[Clock()])
         runner.remove_callback(transformers.PrinterCallback)
         runner.batches = batches
-        runner.train()
+        with unpatched_after(modeling_llama):
+            runner.train()
         return [*seconds], float(last[0])
 
     return run
@@ -289,7 +317,7 @@ CONTENDERS: dict[str, Callable[[Shape, torch.device], Contender]] = {
     "plain PyTorch": plain,
     "plain PyTorch, compiled": lambda shape, device: plain(shape, device, compiles=True),
     "transformers' Trainer": trainer,
-    "Trainer with Liger": lambda shape, device: trainer(shape, device, liger=True),
+    "Trainer with Liger": trainer_with_liger,
 }
 
 
@@ -302,5 +330,9 @@ def make(name: str, shape: Shape, device: torch.device) -> tuple[Contender, floa
     except AbsentError as reason:
         return str(reason)
     except Exception as problem:  # noqa: BLE001  # a peer may fail in any way, and the others still run
-        return f"it failed: {type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem) else ''}"
+        return failure_text(problem)
     return contender, seconds[0]
+
+
+def failure_text(problem: Exception) -> str:
+    return f"it failed: {type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"

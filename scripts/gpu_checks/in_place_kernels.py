@@ -1,10 +1,11 @@
 """Kernels that overwrite their inputs: the losses of a block of logits, and the update of masters."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpu_checks.speed_rows import seconds_of
+from gpu_checks.speed_rows import compiled, seconds_of, seconds_of_ways
 
 _VOCABULARY = {"cuda": 128256, "cpu": 129}
 _MAX_ROWS = 4096  # Of a block of logits
@@ -12,6 +13,8 @@ _WIDTH = {"cuda": 4096, "cpu": 40}  # Elements of a master for each token
 MASTERS = {"cuda": 300, "cpu": 3}
 _MASTER_ELEMENTS = {"cuda": 65536, "cpu": 40}  # Few: launches take longer than the kernels
 _CALLS = 20
+# Of the largest value: two roundings of a narrow dtype; in float32 sums over a row are in another order.
+ROUNDING = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-16}
 _BETAS, _EPS, _RATE, _DECAY, _SCALE = (0.9, 0.95), 1e-8, 1e-3, 0.1, 0.5
 
 
@@ -77,22 +80,39 @@ def _update(device: str, tokens: int) -> _Ways:
 IN_PLACE: dict[str, Callable[[str, int], _Ways]] = {"cross_entropy": _losses, "adamw": _update}
 
 
-def measure_in_place(device: str, kernel: str, tokens: int) -> dict[str, Any]:
-    """Seconds of a call in each way, the bytes that it has to read and write, and the largest relative error."""
+def worst_error(ours: "Sequence[Any]", expected: "Sequence[Any]") -> float:
+    """The largest difference of tensors, where 1 is what the rounding of their dtype allows; NaN if one has a NaN."""
     import torch
 
+    errors = []
+    for a, b in zip(ours, expected, strict=True):
+        allowed = ROUNDING[str(b.dtype).removeprefix("torch.")] * b.float().abs().max()
+        errors.append((a.float() - b.float()).abs().max() / allowed)
+    return torch.stack(errors).max().item()
+
+
+def measure_in_place(device: str, kernel: str, tokens: int, compiles: bool) -> dict[str, Any]:
+    """Seconds of a call in each way, the bytes that it has to read and write, and the largest error."""
+    import torch
+
+    ways = IN_PLACE[kernel](device, tokens)
+    calls = {"torch": ways.torch, "triton": ways.triton}
+    if compiles:
+        calls["compiled"] = compiled(ways.torch, device)
+
+    def results(way: "Callable[[list[Any]], object]") -> "list[Any]":
+        tensors = ways.make()
+        losses = way(tensors)
+        return tensors if losses is None else [*tensors, losses]
+
     with torch.no_grad():
-        ways = IN_PLACE[kernel](device, tokens)
-        ours, theirs = ways.make(), ways.make()
-        ways.triton(ours)
-        ways.torch(theirs)
-        pairs = zip(ours, theirs, strict=True)
-        errors = [((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs]
-        seconds = {
-            "torch": seconds_of(lambda: ways.torch(theirs), device, _CALLS),
-            "triton": seconds_of(lambda: ways.triton(ours), device, _CALLS),
-        }
-    return {"seconds": seconds, "nbytes": ways.nbytes, "error": max(errors), "elements": ways.elements}
+        tensors = ways.make()
+        timed = {name: partial(call, tensors) for name, call in calls.items()}
+        seconds, problems = seconds_of_ways(timed, device, _CALLS)
+        error = worst_error(results(ways.triton), results(ways.torch)) if "triton" in seconds else math.inf
+    return {
+        "seconds": seconds, "problems": problems, "nbytes": ways.nbytes, "error": error, "elements": ways.elements,
+    }  # fmt: skip
 
 
 def measure_update(device: str) -> dict[str, Any]:

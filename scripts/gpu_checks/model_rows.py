@@ -1,7 +1,10 @@
 """Rows of whole training steps: waits of the host, tokens a second of models, and both against the plan."""
 
+import math
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,7 @@ from gpu_checks.rows import LeftOutError, Outcome, Report, Row
 from gpu_checks.speed_rows import PEAK_ROW, job_of_shape
 
 MAX_WAITS = 1  # The law: one copy of agreed scalars in a step
+TIME_AIM, MEMORY_AIM, PLANNED_RUNS = 0.1, 0.03, 6  # Largest errors of the plan, and the runs that it needs at least
 _WARM_UP, _STEPS = 2, 4
 _TINY_CASES = {"decoder": [], "GPT-2": ["memory.recompute=full"], "T5": [], "BERT": []}
 
@@ -83,15 +87,25 @@ def waits_of_a_step(device: str, folder: str, overrides: list[str], model: str) 
         stepper = parts.make_train_step(job)
         for step in range(_WARM_UP):
             stepper.step(step, 1e-3)
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as seen, _synchronizations_warn(device):
             warnings.simplefilter("always")
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
             stepper.step(_WARM_UP, 1e-3)
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
     waits = [each for each in seen if str(each.message).startswith("called a synchronizing")]
     return dict(Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in waits))
+
+
+@contextmanager
+def _synchronizations_warn(device: str) -> Iterator[None]:
+    """Let torch warn where the host waits for the device, and never after an exception."""
+    import torch
+
+    try:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def wait_rows(device: str, folder: str) -> list[Row]:
@@ -189,6 +203,16 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
     """Median seconds and peak bytes of a step, its FLOPs and tokens, and the planner's prediction."""
     import torch
 
+    from motet.train.build import precision_context
+
+    job, where = job_of_case(device, case), torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with precision_context(job, where):
+        return _train_job(job, where, case, steps)
+
+
+def _train_job(job: Any, where: Any, case: Case, steps: int) -> dict[str, Any]:
+    import torch
+
     from motet.memory.policy_choice import MemorySettings
     from motet.models.build import build_trainable_model
     from motet.parallel.process.process_group import RankGroup
@@ -197,11 +221,9 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
     from motet.train.job import training_flops
     from motet.train.step import MicroBatchLoop, TrainStep
 
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    job = job_of_case(device, case)
-    group, layout = RankGroup(0, 1, None, where), job.layout_for(1)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    if device == "cuda":
+    group, layout, is_cuda = RankGroup(0, 1, None, where), job.layout_for(1), where.type == "cuda"
+    before = torch.cuda.memory_allocated() if is_cuda else 0
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     model = build_trainable_model(job.model, 0, torch.float32, where, on_meta=True)
     values = _DrawnOnDevice(job.model, where)
@@ -212,14 +234,14 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
     for step in range(_WARM_UP + steps):
         start_s = perf_counter()
         losses.append(stepper.step(step, 1e-4).loss)
-        if device == "cuda":
+        if is_cuda:
             torch.cuda.synchronize()
         times.append(perf_counter() - start_s)
     stages = engine.plan.model_sharding.stages
     predicted = predict_step(job, layout, stages, device=where)
     on_device = job.model_copy(update={"memory": MemorySettings(recompute=job.memory.recompute)})
     computed = predict_step(on_device, layout, stages, device=where) if case.more else None
-    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() - before if is_cuda else None
     parameters = engine.plan.inventory.parameter_count
     return {
         "seconds": sorted(times[_WARM_UP:])[steps // 2], "times": times, "losses": losses, "peak_bytes": peak,
@@ -228,21 +250,26 @@ def train_model(device: str, case: Case, steps: int) -> dict[str, Any]:
         "predicted_bytes": predicted.live_bytes if predicted else None,
         "transfer_parts": transfer_parts(engine, _WARM_UP + steps, where),
         "computed_s": computed.step_time_s if computed else None,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if is_cuda else None,
     }  # fmt: skip
 
 
 def model_rows(device: str) -> list[Row]:
     """Models whose state nearly fills a device of 80 GB, and small ones."""
-    return [
-        Row(name, 15 if case.shape == "1 B" else 40, partial(_model, device, case)) for name, case in MODELS.items()
-    ]
+    return [Row(name, _estimate_s(case), partial(_model, device, case)) for name, case in MODELS.items()]
+
+
+def _estimate_s(case: Case) -> float:
+    if "run.compile=blocks" in case.more:
+        return 40  # Most of it is the first compilation
+    return 15 if case.shape == "1 B" else 25
 
 
 def plan_rows(device: str) -> list[Row]:
     """The models above, and other ways to train one, against the planner."""
-    known = [Row(f"plan of {name}", 1, partial(_plan_of_row, name)) for name in MODELS]
-    return [*known, *(Row(name, 12, partial(_planned_model, device, case)) for name, case in PLANNED.items())]
+    known = [Row(f"plan of {name}", 0, partial(_plan_of_row, device, name)) for name in MODELS]
+    rows = [*known, *(Row(name, 12, partial(_planned_model, device, case)) for name, case in PLANNED.items())]
+    return [*rows, Row(f"plan of at least {PLANNED_RUNS} runs", 0, partial(_plan_of_all, device))]
 
 
 def _model(device: str, case: Case, report: Report) -> Outcome:
@@ -258,7 +285,7 @@ def host_model_rows(device: str) -> list[Row]:
 def _host_model(device: str, case: Case, report: Report) -> Outcome:
     values = report.call(train_model, device, case, _HOST_STEPS)
     parts = {**({"compute": values["computed_s"]} if values["computed_s"] else {}), **values["transfer_parts"]}
-    texts = [_speed_of(values, report), _against_plan(values).result]
+    texts = [_speed_of(values, report), _against_plan(device, values).result]
     if parts:
         texts.append(", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items()))
         texts.append(f"{values['seconds'] / max(parts.values()):.3g} times the longest part")
@@ -278,26 +305,49 @@ def _learns(losses: list[float]) -> bool:
     return all(0 < loss < 2 * losses[0] for loss in losses)
 
 
-def _plan_of_row(name: str, report: Report) -> Outcome:
+def _plan_of_row(device: str, name: str, report: Report) -> Outcome:
     values = report.rows.get(name, {}).get("values")
     if not values:
         raise LeftOutError(f"{name!r} has no values")
-    return _against_plan(values)
+    return _against_plan(device, values)
 
 
 def _planned_model(device: str, case: Case, report: Report) -> Outcome:
     values = report.call(train_model, device, case, _STEPS)
-    outcome = _against_plan(values)
-    return Outcome(f"{outcome.result}; {_speed_of(values, report)}", None, values)
+    outcome = _against_plan(device, values)
+    return Outcome(f"{outcome.result}; {_speed_of(values, report)}", outcome.holds, values)
 
 
-def _against_plan(values: dict[str, Any]) -> Outcome:
-    texts = []
-    if values["predicted_s"]:
-        error = values["predicted_s"] / values["seconds"] - 1
-        texts.append(f"{values['predicted_s']:.4g} s planned for {values['seconds']:.4g} s ({error:+.1%})")
-    if values["peak_bytes"] and values["predicted_bytes"]:
-        planned, measured = values["predicted_bytes"], values["peak_bytes"]
-        error = planned / measured - 1
-        texts.append(f"{planned / 2**30:.2f} GiB planned for {measured / 2**30:.2f} GiB ({error:+.1%})")
-    return Outcome("; ".join(texts) or "the planner knows no such step")
+def _plan_errors(values: dict[str, Any]) -> tuple[float, float]:
+    """The relative errors of the planned time and memory of a run; infinite where one is not planned or measured."""
+    pairs = (values["predicted_s"], values["seconds"]), (values["predicted_bytes"], values["peak_bytes"])
+    time, memory = (planned / measured - 1 if planned and measured else math.inf for planned, measured in pairs)
+    return time, memory
+
+
+def _holds(device: str, time: float, memory: float) -> bool | None:
+    return abs(time) <= TIME_AIM and abs(memory) <= MEMORY_AIM if device == "cuda" else None
+
+
+def _against_plan(device: str, values: dict[str, Any]) -> Outcome:
+    texts, (time, memory) = [], _plan_errors(values)
+    if time < math.inf:
+        planned = f"{values['predicted_s']:.4g} s planned for {values['seconds']:.4g} s"
+        texts.append(f"{planned} ({time:+.1%}, aim {TIME_AIM:.0%})")
+    if memory < math.inf:
+        planned, measured = (values[name] / 2**30 for name in ("predicted_bytes", "peak_bytes"))
+        texts.append(f"{planned:.2f} GiB planned for {measured:.2f} GiB ({memory:+.1%}, aim {MEMORY_AIM:.0%})")
+    return Outcome("; ".join(texts) or "the planner knows no such step", _holds(device, time, memory))
+
+
+def _plan_of_all(device: str, report: Report) -> Outcome:
+    """The largest errors of the plan over all runs that are measured."""
+    names = [name for name in (*MODELS, *PLANNED) if report.value(name, "seconds")]
+    if not names:
+        raise LeftOutError("no run is measured")
+    errors = zip(*(map(abs, _plan_errors(report.rows[name]["values"])) for name in names), strict=True)
+    time, memory = map(max, errors)
+    worst = (f"within {error:.1%}" if error < math.inf else "not known" for error in (time, memory))
+    aims = f"time {next(worst)} (aim {TIME_AIM:.0%}), memory {next(worst)} (aim {MEMORY_AIM:.0%})"
+    is_enough = None if device != "cuda" else len(names) >= PLANNED_RUNS
+    return Outcome(f"{len(names)} runs: {aims}", is_enough and _holds(device, time, memory))

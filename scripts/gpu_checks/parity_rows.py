@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpu_checks.pool import WorkerError
 from gpu_checks.rows import Outcome, Report, Row
-from gpu_checks.training import MODELS, Trained, same_bits, train, worst_difference
+from gpu_checks.training import MODELS, Trained, same_bits, train, train_with_triton, worst_difference
 
 LIMIT = 1e-9  # Other kernels add in another order
 SPREAD = 4.0  # A recipe may be this many times as far from float64 as it is on the CPU
@@ -41,6 +41,12 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
     "2 ranks, gradients in int8": (2, ["communication.compress_gradients=int8", "layout.zero=1"]),
 }
+COMPILED, DROPOUT = "run.compile=blocks", "model.dropout=0.1"
+TRITON_RECIPES = "bf16", "fp16", "fp32"
+TRITON_KERNELS = {
+    "adamw_elements", "cross_entropy_rows", "drop_elements", "gate_backward", "gate_forward", "rms_norm_backward",
+    "rms_norm_forward", "rotate_pairs",
+}  # fmt: skip
 HOST = "memory.optimizer=host"
 HOST_PLACES: dict[str, list[str]] = {
     "states on the host": [HOST],
@@ -78,6 +84,17 @@ def parity_rows(device: str, folder: str) -> list[Row]:
         Row(f"{name}: as far from float64 as on the CPU", 4, partial(_recipe, device, folder, recipe, name))
         for name, recipe in RECIPES.items()
     ]
+    triton_s, compiled_s = (5, 20) if device == "cuda" else (60, 60)  # A CPU interprets kernels
+    rows += [
+        Row(
+            f"{name}, kernels in Triton: as far from float64 as on the CPU",
+            triton_s,
+            partial(_triton, device, folder, name),
+        )
+        for name in TRITON_RECIPES
+    ]
+    compiled = partial(_compiled, device, folder)
+    rows.append(Row("bf16, compiled blocks: as far from float64 as on the CPU", compiled_s, compiled))
     rows.append(Row("stopped, saved and resumed: same bits", 4, partial(_resumed, device, folder)))
     return rows
 
@@ -137,11 +154,32 @@ def _recipe(device: str, folder: str, recipe: Sequence[str], name: str, report: 
     exact = _on_cpu(report, folder, [], "decoder")
     # Processors have no TF32, which keeps 10 bits of a product's inputs, as fp16 does.
     on_cpu = _on_cpu(report, folder, RECIPES["fp16"] if name == "tf32" else recipe, "decoder")
-    ours, theirs = (
-        _scalar_error(each, exact) for each in (report.call(train, None, device, folder, recipe, "decoder"), on_cpu)
-    )
+    return _as_far(report.call(train, None, device, folder, recipe, "decoder"), on_cpu, exact)
+
+
+def _as_far(trained: Trained, on_cpu: Trained, exact: Trained) -> Outcome:
+    ours, theirs = (_scalar_error(each, exact) for each in (trained, on_cpu))
     result = f"losses and norms are {ours:.1e} from float64, on the CPU {theirs:.1e}"
     return Outcome(result, ours <= SPREAD * theirs and theirs < 1, {"device": ours, "cpu": theirs})
+
+
+def _triton(device: str, folder: str, name: str, report: Report) -> Outcome:
+    exact, on_cpu = (_on_cpu(report, folder, [*recipe, DROPOUT], "decoder") for recipe in ([], RECIPES[name]))
+    trained = report.call(train_with_triton, None, device, folder, [*RECIPES[name], DROPOUT], "decoder")
+    outcome, missing = _as_far(trained, on_cpu, exact), sorted(TRITON_KERNELS - trained.launched)
+    ran = f"{len(TRITON_KERNELS) - len(missing)} of {len(TRITON_KERNELS)} kernels ran"
+    result = "; ".join([outcome.result, ran, *(f"{kernel} did not" for kernel in missing)])
+    if device != "cuda" and name == "bf16":
+        return Outcome(f"{result}; the interpreter truncates, where a GPU rounds", None, outcome.values)
+    return Outcome(result, outcome.holds and not missing, outcome.values)
+
+
+def _compiled(device: str, folder: str, report: Report) -> Outcome:
+    """The blocks of the CPU are not compiled."""
+    exact, on_cpu = (_on_cpu(report, folder, recipe, "decoder") for recipe in ([], RECIPES["bf16"]))
+    trained = report.call(train, None, device, folder, [*RECIPES["bf16"], COMPILED], "decoder")
+    outcome = _as_far(trained, on_cpu, exact)
+    return Outcome(f"{outcome.result}; {trained.graphs} graphs", outcome.holds and trained.graphs > 0, outcome.values)
 
 
 def _scalar_error(a: Trained, b: Trained) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 LAST_LINES = 6
 GRACE_S = 3.0  # Time that the other ranks may take after one has failed
+BROKEN_CONTEXT = "CUDA error", "Triton Error"  # A process computes nothing more after most of them
 
 
 class WorkerError(Exception):
@@ -19,14 +20,14 @@ class WorkerError(Exception):
 
 
 def serve(connection: Connection, device: str, threads: int) -> None:
-    """Answer calls (function, arguments) until the connection closes."""
+    """Say that this worker is ready, and answer a call (function, arguments), until the connection closes."""
     import torch
 
     torch.set_num_threads(threads)
     if device == "cuda":
         torch.zeros(1, device="cuda")  # Starts CUDA
-    connection.send((True, os.getpid()))
     while True:
+        connection.send((True, os.getpid()))
         try:
             function, arguments = connection.recv()
         except EOFError:
@@ -37,10 +38,11 @@ def serve(connection: Connection, device: str, threads: int) -> None:
             lines = [*traceback.format_exc().strip().splitlines()[-LAST_LINES:-1], f"{type(error).__name__}: {error}"]
             answer = (False, "\n".join(lines))
             del error
+        connection.send(answer)  # Before this process ends below, where the call has broken the context of CUDA
         gc.collect()  # Modules and their hooks refer to each other
         if device == "cuda":
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
-        connection.send(answer)
 
 
 class Pool:
@@ -99,11 +101,19 @@ class Pool:
         indices = list(range(len(calls)))
         for index in indices:
             if not self._is_ready[index]:
-                self._receive([index], end_s)
-                self._is_ready[index] = True
+                self._wait_until_ready(index, end_s)
         for index, call in zip(indices, calls, strict=True):
             self._workers[index][1].send(call)
+            self._is_ready[index] = False
         return self._receive(indices, end_s)
+
+    def _wait_until_ready(self, index: int, end_s: float) -> None:
+        """Wait for a worker, or for a new one in its place where it has ended after its last answer."""
+        try:
+            self._receive([index], end_s)
+        except WorkerError:
+            self._receive([index], end_s)
+        self._is_ready[index] = True
 
     def _receive(self, indices: list[int], end_s: float) -> list[Any]:
         """One answer of each worker. Workers that failed for good, or still wait for a failed one, are replaced."""
@@ -124,7 +134,7 @@ class Pool:
                     continue
                 if not is_good:
                     problem, end_s = problem or answers[index], min(end_s, monotonic() + GRACE_S)
-                    lost |= {index} if "CUDA error" in answers[index] else set()
+                    lost |= {index} if any(text in answers[index] for text in BROKEN_CONTEXT) else set()
         for index in lost:
             self._end(index)
             self._workers[index], self._is_ready[index] = self._new_worker(), False

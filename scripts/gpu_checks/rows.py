@@ -29,7 +29,7 @@ class Row:
     """A check or a measurement."""
 
     name: str
-    estimate_s: float
+    estimate_s: float  # 0 for a row that only reads the values of others: it always runs, and runs again
     run: Callable[["Report"], Outcome]
 
 
@@ -83,9 +83,9 @@ class Report:
     def run(self, row: Row, section_end_s: float) -> None:
         """Run a row if its time allows, and store its result."""
         left_s = min(section_end_s, self.end_s) - monotonic()
-        if self.rows.get(row.name, {}).get("state") == "done":
+        if row.estimate_s and self.rows.get(row.name, {}).get("state") == "done":
             return
-        if left_s < row.estimate_s:
+        if row.estimate_s and left_s < row.estimate_s:
             reason = f"left out: {max(left_s, 0):.0f} s are left, and it takes about {row.estimate_s:.0f} s"
             self._store(row.name, "left out", Outcome(reason), 0.0)
             return

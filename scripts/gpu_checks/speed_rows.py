@@ -1,6 +1,6 @@
 """Rows of speed: rates of the device, blocks and whole models as they run today, waits of the host, and the plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -18,6 +18,7 @@ SHAPES = {
 _TINY = "layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128"  # On a CPU, to see that everything runs
 _VOCABULARY = {"cuda": 128256, "cpu": 512}
 _TOKENS = {"cuda": 4096, "cpu": 64}
+AIM = ("8 B", 4096, 0.6)  # A block of this shape and length reaches this share of the measured peak
 PEAK_ROW, BANDWIDTH_ROW = "bf16 matmul, measured peak", "memory bandwidth"
 
 
@@ -34,6 +35,28 @@ def seconds_of(call: Callable[[], object], device: str, calls: int = 1) -> float
             torch.cuda.synchronize()
         times.append((perf_counter() - start_s) / calls)
     return median(times[2:])
+
+
+def seconds_of_ways(
+    ways: Mapping[str, Callable[[], object]], device: str, calls: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    """The seconds of a call of each way, and the first line of the error of each way that fails."""
+    seconds, problems = dict[str, float](), dict[str, str]()
+    for name, call in ways.items():
+        try:
+            seconds[name] = seconds_of(call, device, calls)
+        except Exception as error:  # noqa: BLE001  # A way that fails must not cost the others
+            problems[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return seconds, problems
+
+
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The function as torch.compile makes it with its first call; on a CPU without code of inductor."""
+    import torch
+
+    backend = "inductor" if device == "cuda" else "eager"
+    result: Callable[..., Any] = torch.compile(function, dynamic=False, backend=backend)
+    return result
 
 
 # --- rates -----------------------------------------------------------------------------------------
@@ -110,8 +133,10 @@ def block_seconds(device: str, shape: str, tokens: int, layers: int, *, compiles
     from motet.models.arch.attention_mask import causal_mask
     from motet.models.arch.decoder import CausalDecoder
     from motet.models.compilation.compiled_blocks import compile_blocks
+    from motet.train.build import precision_context
 
-    settings = model_settings(device, shape).model_copy(update={"layers": layers})
+    job = job_of_shape(device, shape, 1, 1, 1.0, "none")
+    settings = job.model.model_copy(update={"layers": layers})
     with torch.device(device):
         module = CausalDecoder(settings.model_copy(update={"vocab_size": 512})).bfloat16()
     for parameter in module.parameters():
@@ -131,18 +156,14 @@ def block_seconds(device: str, shape: str, tokens: int, layers: int, *, compiles
         out.backward(gradient)
         module.zero_grad()
 
-    seconds = seconds_of(step, device) / layers
+    with precision_context(job, torch.device(device)):
+        seconds = seconds_of(step, device) / layers
     return seconds, _flops_of(device, shape, tokens, layers=2) - _flops_of(device, shape, tokens, layers=1)
 
 
 def compiled_block_seconds(*sizes: Any) -> tuple[float, float]:
     """The same of a compiled block."""
     return block_seconds(*sizes, compiles=True)
-
-
-def model_settings(device: str, shape: str) -> Any:
-    """The settings of a decoder of this shape."""
-    return job_of_shape(device, shape, 1, 1, 1.0, "none").model
 
 
 def job_of_shape(
@@ -183,11 +204,11 @@ def block_rows(device: str) -> list[Row]:
 
 
 def compiled_block_rows(device: str) -> list[Row]:
-    """The same blocks as graphs of torch.compile, whose first call takes most of the time of a row."""
+    """The same blocks as graphs of torch.compile, whose first call takes most of the time of a row; the aim first."""
     tokens = 4096 if device == "cuda" else 64
     return [
         Row(f"{shape}: a compiled block at {tokens} tokens", 30, partial(_compiled_block, device, shape, tokens))
-        for shape in SHAPES
+        for shape in reversed(SHAPES)
     ]
 
 
@@ -197,7 +218,10 @@ def _block(device: str, shape: str, tokens: int, report: Report, *, compiles: bo
     seconds, flops = report.call(measure, device, shape, tokens, layers)
     rate = flops / seconds
     result = f"{seconds * 1e3:.3g} ms forward and backward, {rate / 1e12:.4g} TFLOP/s{_share(rate, report)}"
-    return Outcome(result, values={"seconds": seconds, "flops": flops})
+    peak, (*aimed, least) = report.value(PEAK_ROW, "flops"), AIM
+    holds = rate / peak >= least if peak and [shape, tokens] == aimed else None
+    aim = "" if holds is None else f" (aim {least:.0%})"
+    return Outcome(result + aim, holds, {"seconds": seconds, "flops": flops})
 
 
 def _compiled_block(device: str, shape: str, tokens: int, report: Report) -> Outcome:

@@ -5,7 +5,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Trained:
     rates: float  # The sum of the learning rates
     to_host: int = 0  # Bytes of sums and activations
     to_device: int = 0
+    graphs: int = 0  # Compiled graphs of blocks
+    launched: frozenset[str] = frozenset()  # Kernels in Triton, where they are recorded
 
 
 def train(place: Any, device: str, folder: str, overrides: Sequence[str], model: str, stop_at: int = 0) -> Trained:
@@ -75,7 +77,17 @@ def train(place: Any, device: str, folder: str, overrides: Sequence[str], model:
             parts.state.save(last)
         torch.use_deterministic_algorithms(False)
         tensors = _saved_tensors(parts.state.checkpoint_folder) if place.rank == 0 else {}
-        return Trained(losses, norms, tensors, job.optimizer.learning_rate * STEPS, *sent_bytes(parts.engine))
+        graphs, sent = parts.engine.compiled.graphs if parts.engine.compiled else 0, sent_bytes(parts.engine)
+        return Trained(losses, norms, tensors, job.optimizer.learning_rate * STEPS, *sent, graphs)
+
+
+def train_with_triton(*arguments: Any) -> Trained:
+    """Train with every kernel in Triton, also for tensors so small that the table chooses others."""
+    from gpu_checks.kernel_patches import kernels_forced, recorded_launches
+
+    with kernels_forced("triton"), recorded_launches() as launches:
+        trained = train(*arguments)
+    return replace(trained, launched=frozenset(launch.kernel for launch in launches))
 
 
 def sent_bytes(engine: Any) -> tuple[int, int]:

@@ -64,10 +64,11 @@ a stand-in for the capture. `scripts/gpu.py` compares the time and the bits of 3
 ## Measured rows
 
 Rows that name a GPU are assumed. `python scripts/gpu.py` times each kernel against `torch`, `plain` and its compiled
-form, and compares its values. It keeps the fastest implementation that needs no `torch.compile` for each size. With
-fewer elements than the smallest size, that of the smallest size runs. The file is `motet/kernels.json` of the user's
-cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read these rows first. A file that is
-damaged or another user's counts as empty.
+form, and compares its values. It keeps the fastest implementation that needs no `torch.compile` for each size. A kernel
+that fails, or differs by more than rounding, is never kept. Kernels that are not measured at both sizes keep the rows
+above. With fewer elements than the smallest size, that of the smallest size runs. The file is `motet/kernels.json` of
+the user's cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read these rows first. A file
+that is damaged or another user's counts as empty.
 
 ## What is checked
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gpu_checks.kernel_patches import kernels_forced
 from torch import Tensor
 
 from kernel_recorder import KernelRecorder
-from motet.models.kernels.choice import kernels_forced
 from motet.parallel.process.process_group import RankGroup
 from motet.train.job import Job
 from motet.train.optimizer import one_pass_adamw

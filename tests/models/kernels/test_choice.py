@@ -1,6 +1,7 @@
 """Which implementation runs, and the plain definitions in one graph."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,6 +106,7 @@ def test_the_rows_of_a_measurement_are_those_that_runs_ask_for(cache: Path, monk
     values: dict[str, dict[int, Any]] = {
         "seconds": {few: {"torch": 1.0, "triton": 2.0}, many: {"torch": 2.0, "triton": 1.0}},
         "elements": {few: 5000, many: 10**6},
+        "error": {few: 0.5, many: 0.5},
     }
 
     class Measured:
@@ -121,6 +123,31 @@ def test_the_rows_of_a_measurement_are_those_that_runs_ask_for(cache: Path, monk
         dtype = "float32" if kernel == "adamw" else "bfloat16"
         rows = choice._matching_rows.__wrapped__(kernel, "cuda", dtype, name="A")
         assert rows[:2] == [(10**6, "triton"), (0, kernel_rows.WITHOUT_TRITON[kernel])], kernel
+
+
+def test_a_kernel_that_fails_costs_no_other_its_rows(cache: Path) -> None:
+    """One that is wrong is never chosen, however fast it is; one that is not measured keeps the rows of the table."""
+    from gpu_checks import kernel_rows
+    from gpu_checks.rows import LeftOutError
+
+    failed, errors = {"rotary"}, {"dropout": 1.1, "adamw": math.nan}
+
+    class Measured:
+        facts = {"device": "A"}  # noqa: RUF012  (nothing changes it)
+
+        def value(self, row: str, key: str) -> Any:
+            kernel = row.removeprefix("kernel ").partition(",")[0]
+            values = {"seconds": {"torch": 2.0, "triton": 1.0}, "elements": 9, "error": errors.get(kernel, 1.0)}
+            return None if kernel in failed else values[key]
+
+    measured: Any = Measured()
+    assert kernel_rows._table("cuda", measured).result.endswith("; rotary not measured at both sizes")
+    rows = {row.kernel: row.implementation for row in read_measured_rows()["A"]}
+    expected = dict.fromkeys(choice.KernelName.__args__, "triton") | {"dropout": "plain", "adamw": "torch"}
+    assert rows == {kernel: way for kernel, way in expected.items() if kernel not in failed}
+    failed.update(kernel_rows.WITHOUT_TRITON)
+    with pytest.raises(LeftOutError, match="no kernel"):
+        kernel_rows._table("cuda", measured)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"A": [{"kernel": "no"}]}', json.dumps({"more": 1})])

@@ -223,8 +223,8 @@ def check_measured_gradients(kernel: str) -> None:
         return grad(outputs, inputs, gradients)
 
     with patch.object(torch.autograd, "grad", noted), patch.object(torch, "compile", lambda function, **_: function):
-        measured = measure_kernel("cpu", kernel, 3)
-    assert measured["error"] < 2**-6 and all(each[-1] == (40,) for each in shapes)
+        measured = measure_kernel("cpu", kernel, 3, compiles=True)
+    assert measured["error"] <= 1 and not measured["problems"] and all(each[-1] == (40,) for each in shapes)
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "add_rms_norm"])
