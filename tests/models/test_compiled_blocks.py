@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from spec_cases import CASES, SMALL, kept_bytes
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,9 @@ from motet.models import torch_private
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.decoder import CausalDecoder
 from motet.models.compilation.compiled_blocks import MAX_GRAPHS_OF_AUTO, CompiledBlocks, compile_blocks
-from motet.models.settings import DecoderSettings
+from motet.models.settings import DecoderSettings, TransformerSettings
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
 from refusals import refused
 from train.compiled_runs import as_traced
 
@@ -194,6 +197,36 @@ def test_a_module_without_blocks() -> None:
     refused(r"^run.compile = 'blocks': Linear has no blocks \(items", compile_blocks, nn.Linear(2, 2), falls_back=False)
     assert compile_blocks(nn.Linear(2, 2), falls_back=True).reason
     assert CompiledBlocks.none("a reason").reason == "a reason"
+
+
+MODELS = [(kind, values) for kind, cases in CASES.items() for values in cases if "experts" not in values]
+GENERATE_CODE = torch_private.generate_code
+LARGEST_DIFFERENCE = 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("generate_code", "kind", "values"),
+    [
+        *((as_traced, *model) for model in MODELS[3:6:2]),
+        *(
+            pytest.param(code, *model, marks=pytest.mark.proof)
+            for code in (as_traced, GENERATE_CODE)
+            for model in MODELS
+        ),
+    ],
+)
+def test_blocks_keep_what_eager_blocks_do(
+    generate_code: object, kind: type[TransformerSettings], values: dict[str, object], dtype: torch.dtype
+) -> None:
+    model = kind.model_validate({**SMALL, "hidden": 96, "ffn_hidden": 160, **values})
+    shape = MicroBatchShape(3, 16, 16)
+    # A graph keeps which elements a ReLU without a gate has let through, which eager code reads from its output.
+    signs = shape.rows * shape.length * 160 * spec_from_settings(model).policy_count
+    most = eager = kept_bytes(model, shape, dtype)
+    most += signs if model.activation == "relu" and not model.gated else 0
+    with patch.object(torch_private, "generate_code", generate_code):
+        assert most - LARGEST_DIFFERENCE * eager <= kept_bytes(model, shape, dtype, compiles=True) <= most
 
 
 def test_a_mask_is_made_once_for_all_blocks() -> None:
