@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,3 +60,19 @@ def live_bytes_after(compute: Callable[[], Any]) -> int:
     count = storages.bytes()
     del result
     return count
+
+
+def kept_bytes_after(module: nn.Module, compute: Callable[[], Any]) -> int:
+    """Bytes of the distinct storages that autograd keeps for backward and that are no parameters of a module."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that its address is not given away
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute()
+    return sum(storage.nbytes() for storage in kept.values())

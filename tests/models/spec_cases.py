@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from small_models import built
 
+from live_storages import kept_bytes_after
 from motet.core.batch import Batch
+from motet.models.compilation.compiled_blocks import compile_blocks
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.parallel.context_parallel.context_partition import ContextSplit
@@ -94,18 +96,11 @@ def forward(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dty
     return trainee.module, loss
 
 
-def kept_bytes(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype) -> int:
-    """Bytes of the distinct storages that autograd keeps for backward and that are no parameters."""
+def kept_bytes(
+    model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype, *, compiles: bool = False
+) -> int:
+    """Bytes that autograd keeps of a forward, with eager or compiled blocks."""
     module, loss = forward(model, shape, dtype)
-    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage  # held, so that its address is not given away
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss()
-    return sum(storage.nbytes() for storage in kept.values())
+    if compiles:
+        compile_blocks(module, falls_back=False)
+    return kept_bytes_after(module, loss)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from spec_cases import CASES, SMALL, kept_bytes
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,9 @@ from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.decoder import CausalDecoder
 from motet.models.build import build_trainable_model
 from motet.models.compilation.compiled_blocks import MAX_GRAPHS_OF_AUTO, CompiledBlocks, compile_blocks
-from motet.models.settings import DecoderSettings, EncoderDecoderSettings
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, TransformerSettings
+from motet.models.spec.layer_specs import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
 from refusals import refused
 from train.compiled_runs import as_traced
 
@@ -199,7 +202,6 @@ def test_a_module_without_blocks() -> None:
     assert CompiledBlocks.none("a reason").reason == "a reason"
 
 
-SMALL = {"vocab_size": 9, "context": 8, "layers": 2, "hidden": 8, "heads": 2, "ffn_hidden": 8}
 MASKED: dict[str, tuple[DecoderSettings | EncoderDecoderSettings, str, int]] = {  # A block, and the masks that it gets
     "window": (DecoderSettings(family="decoder", **SMALL, sliding_window=3), "blocks.0", 1),
     "documents of a source": (EncoderDecoderSettings(family="encoder-decoder", **SMALL), "decoder.blocks.0", 2),
@@ -223,3 +225,33 @@ def test_masks_are_made_before_the_blocks(name: str) -> None:
     model.module.get_submodule(first).register_forward_pre_hook(see_masks)
     model.loss_sum(batch)
     assert made == [True] * count
+
+
+MODELS = [(kind, values) for kind, cases in CASES.items() for values in cases if "experts" not in values]
+GENERATE_CODE = torch_private.generate_code
+LARGEST_DIFFERENCE = 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("generate_code", "kind", "values"),
+    [
+        *((as_traced, *model) for model in MODELS[3:6:2]),
+        *(
+            pytest.param(code, *model, marks=pytest.mark.proof)
+            for code in (as_traced, GENERATE_CODE)
+            for model in MODELS
+        ),
+    ],
+)
+def test_blocks_keep_what_eager_blocks_do(
+    generate_code: object, kind: type[TransformerSettings], values: dict[str, object], dtype: torch.dtype
+) -> None:
+    model = kind.model_validate({**SMALL, "hidden": 96, "ffn_hidden": 160, **values})
+    shape = MicroBatchShape(3, 16, 16)
+    # A graph keeps which elements a ReLU without a gate has let through, which eager code reads from its output.
+    signs = shape.rows * shape.length * 160 * spec_from_settings(model).policy_count
+    most = eager = kept_bytes(model, shape, dtype)
+    most += signs if model.activation == "relu" and not model.gated else 0
+    with patch.object(torch_private, "generate_code", generate_code):
+        assert most - LARGEST_DIFFERENCE * eager <= kept_bytes(model, shape, dtype, compiles=True) <= most

@@ -1,7 +1,8 @@
 """Training of small jobs whose blocks are compiled, on a rank of the pool."""
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,10 +27,23 @@ class CompiledRun(NamedTuple):
 
 
 def as_traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: Any) -> Any:
-    """The kernels of torch in the order of a graph, which takes no compiler of C++."""
-    from torch._dynamo.backends.debugging import aot_eager
+    """The kernels of torch in the order of a graph, which takes no compiler of C++; what backward keeps is what torch's
+    compiler decides."""
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
-    return aot_eager(graph, inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
+        return aot_eager_decomp_partition(graph, inputs)
+
+
+@contextmanager
+def compiling(*, code: bool) -> Iterator[None]:
+    """A context in which blocks are compiled with `code` by torch's compiler, else by the kernels of their graphs."""
+    torch._dynamo.reset()
+    generate_code = torch_private.generate_code if code else as_traced
+    with warnings.catch_warnings(), patch.object(torch_private, "generate_code", generate_code):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def train_compiled(
@@ -38,7 +52,6 @@ def train_compiled(
     """Train with compiled blocks, also in float64, where the numbers of layouts can be compared; with `code` by torch's
     compiler, else by the kernels of its graphs. With `traces_modes` graphs have the mode that makes float32 in a module
     float64."""
-    torch._dynamo.reset()
     compiled = list[CompiledBlocks]()
 
     def keep(*call: Any) -> CompiledBlocks | None:
@@ -47,13 +60,11 @@ def train_compiled(
         return blocks
 
     with (
-        warnings.catch_warnings(),
+        compiling(code=code),
         patch.object(config_rules, "UNCOMPILED_DTYPES", ()),
         patch.object(engine, "compile_blocks_of_job", keep),
         patch.object(compiled_blocks, "without_function_modes", nullcontext) if traces_modes else nullcontext(),
-        patch.object(torch_private, "generate_code", torch_private.generate_code if code else as_traced),
     ):
-        warnings.simplefilter("ignore")
         trained = train_and_reassemble(group, job, steps)
     (blocks,) = compiled
     return CompiledRun(trained, blocks.graphs, blocks.reason)

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy
 
 from motet.core.errors import InputError
 
@@ -183,7 +184,18 @@ class GraphCompiler:
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
         with self._around(graph):
+            _tag_recomputed_nodes(graph)
             return generate_code(graph, inputs, **options)
+
+
+def _tag_recomputed_nodes(graph: torch.fx.GraphModule) -> None:
+    """Let backward compute again the results of operators that were called with `is_recomputed=True`, by the tag of
+    selective checkpointing, which torch's partitioner of forward and backward reads. Caches of compiled code do not see
+    tags, and tell graphs by the argument."""
+    graphs = (module for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
+    for node in (node for each in graphs for node in each.graph.nodes):  # A function of autograd is a graph inside
+        if node.kwargs.get("is_recomputed"):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def generate_code(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:

@@ -56,11 +56,12 @@ class Boundary:
     def __post_init__(self) -> None:
         self._group_number, self._numbered = numbered_group(self.group)
 
-    def communicate(self, x: Tensor) -> Tensor:
+    def communicate(self, x: Tensor, *, is_recomputed: bool = False) -> Tensor:
+        """Communicate an activation; with `is_recomputed` the backward of a graph does it again."""
         comm = self.comm
         if torch.compiler.is_compiling() and self.group.world > 1:  # With gradients, so ranks split the sequence
-            pair = comm.operation, comm.conjugate
-            return communicate_in_graph(x, *pair, dim=comm.dim, group=self._group_number)
+            pair, number = (comm.operation, comm.conjugate), self._group_number
+            return communicate_in_graph(x, *pair, dim=comm.dim, group=number, is_recomputed=is_recomputed)
         if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
             self.sequence.begin(x.shape[comm.dim])
         operation = self.sequence.operation(comm)
@@ -118,6 +119,7 @@ class InputBoundary:
         self._overlaps = self._pieces > 1 or not needs_compute_cores(boundary.group)
         # Autograd computes products without overlap, unless their input is gathered again in backward.
         self._products = columns if self._overlaps or boundary.comm.operation == "gather" else {}
+        self._gathers_again = bool(columns) and boundary.comm.operation == "gather"
         for layer, split in columns.items():
             layer.forward = _SplitForward(layer, partial(self._multiply, split), split.products)
             adapter_split = replace(split, products=replace(split.products, is_transposed=False))
@@ -152,7 +154,8 @@ class InputBoundary:
         x: Tensor = args[key] if isinstance(key, int) else kwargs[key]
         source, communicated, readers = self._in_graph or (None, None, 0)
         if communicated is None or (x is not source and x is not communicated):
-            source, communicated, readers = x, self._boundary.communicate(x), len(self._modules)
+            communicated = self._boundary.communicate(x, is_recomputed=self._gathers_again)
+            source, readers = x, len(self._modules)
         self._in_graph = (source, communicated, readers - 1) if readers > 1 else None
         if isinstance(key, int):
             return (*args[:key], communicated, *args[key + 1 :]), kwargs

@@ -27,12 +27,12 @@ def numbered_group(group: RankGroup) -> tuple[int, RankGroup]:
 
 
 @torch.library.custom_op("motet::communicate", mutates_args=())
-def _communicate(x: Tensor, *, operation: str, dim: int, group: int) -> Tensor:
+def _communicate(x: Tensor, *, operation: str, dim: int, group: int, is_recomputed: bool = False) -> Tensor:
     return OPERATIONS[cast(BoundaryOperation, operation)](x, dim % x.ndim, _GROUPS[group])
 
 
 @_communicate.register_fake
-def _(x: Tensor, *, operation: str, dim: int, group: int) -> Tensor:
+def _(x: Tensor, *, operation: str, dim: int, group: int, is_recomputed: bool = False) -> Tensor:
     shape, ranks = [*x.shape], _GROUPS[group].world
     if operation in ("gather", "replicate"):
         shape[dim] *= ranks
@@ -43,11 +43,12 @@ def _(x: Tensor, *, operation: str, dim: int, group: int) -> Tensor:
 
 class _GraphBoundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: tuple[str, str, int, int]) -> Tensor:
-        operation, ctx.conjugate, ctx.dim, ctx.group = call
+    def forward(ctx: Any, x: Tensor, call: tuple[str, str, int, int, bool]) -> Tensor:
+        operation, ctx.conjugate, ctx.dim, ctx.group, is_recomputed = call
         if operation == "copy":
             return x.view_as(x)
-        communicated: Tensor = _communicate(x, operation=operation, dim=ctx.dim, group=ctx.group)
+        place = {"dim": ctx.dim, "group": ctx.group}
+        communicated: Tensor = _communicate(x, operation=operation, **place, is_recomputed=is_recomputed)
         return communicated
 
     @staticmethod
@@ -59,8 +60,15 @@ class _GraphBoundary(torch.autograd.Function):
 
 
 def communicate_in_graph(
-    x: Tensor, operation: BoundaryOperation, conjugate: BoundaryOperation, *, dim: int, group: int
+    x: Tensor,
+    operation: BoundaryOperation,
+    conjugate: BoundaryOperation,
+    *,
+    dim: int,
+    group: int,
+    is_recomputed: bool = False,
 ) -> Tensor:
-    """Communicate an activation, with the conjugate operation on its gradient."""
+    """Communicate an activation, with the conjugate operation on its gradient. With `is_recomputed` backward
+    communicates the activation again, and the graph does not keep the result."""
     apply: Any = _GraphBoundary.apply
-    return cast(Tensor, apply(x, (operation, conjugate, dim, group)))
+    return cast(Tensor, apply(x, (operation, conjugate, dim, group, is_recomputed)))
