@@ -92,14 +92,14 @@ class PlannedStep:
     def __post_init__(self) -> None:
         layout = self.layout
         experts = layout.dp * layout.cp * layout.tp // layout.expert_tp
-        message = f"ep = {layout.ep} does not divide the {experts} ranks of data, context and tensor parallelism"
-        check_input(experts % layout.ep == 0, f"{message}; choose a divisor of {experts}")
-        count = self.layout.dp * self.layout.microbatches
-        check_input(
-            self.global_batch % count == 0,
-            f"a global batch of {self.global_batch} rows cannot be cut evenly over dp = {self.layout.dp} x "
-            f"{self.layout.microbatches} micro-batches = {count}; choose a multiple of {count}",
-        )
+        if experts % layout.ep:  # Thousands of steps are made: only a mistake makes a text
+            message = f"ep = {layout.ep} does not divide the {experts} ranks of data, context and tensor parallelism"
+            raise InputError(f"{message}; choose a divisor of {experts}")
+        if self.global_batch % (count := layout.dp * layout.microbatches):
+            raise InputError(
+                f"a global batch of {self.global_batch} rows cannot be cut evenly over dp = {layout.dp} x "
+                f"{layout.microbatches} micro-batches = {count}; choose a multiple of {count}"
+            )
 
     @property
     def sums_gradients(self) -> bool:

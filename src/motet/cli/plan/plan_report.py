@@ -217,7 +217,7 @@ class TrainingRefusals:
 
     def __call__(self, step: PlannedStep) -> str | None:
         """The refusal of a layout, or None."""
-        layout = step.layout.with_sharding(microbatches=2 * step.layout.pp)
+        layout = step.layout.with_sharding(microbatches=max(2, step.layout.pp))
         layout = replace(layout, schedule="1f1b", chunks=1, stages=())
         key = str(layout), step.recompute, step.states
         if key not in self._known:

@@ -5,7 +5,7 @@ the blocks of a `ModelSpec` (models/spec/model_spec.py)."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
@@ -107,8 +107,12 @@ class MicroBatchShape:
         """The tokens of one of the ranks that split each sequence."""
         if ranks == 1:
             return self
-        lengths = -(-self.length // ranks), -(-self.source_length // ranks)
-        return replace(self, length=lengths[0], source_length=lengths[1])
+        return _part_of_sequence(self, ranks)
+
+
+@lru_cache(maxsize=1 << 12)
+def _part_of_sequence(shape: MicroBatchShape, ranks: int) -> MicroBatchShape:
+    return replace(shape, length=-(-shape.length // ranks), source_length=-(-shape.source_length // ranks))
 
 
 @dataclass(frozen=True)

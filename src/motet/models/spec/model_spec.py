@@ -6,7 +6,7 @@ one of several tensor-parallel ranks computes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from motet.core.errors import InputError
@@ -23,6 +23,7 @@ from motet.models.spec.layer_specs import (
     LayerSpec,
     MatmulSpec,
     MicroBatchShape,
+    SameBlock,
     SavedActivation,
     SavedAttentionMatrix,
     SplitBy,
@@ -157,10 +158,15 @@ class ModelSpec:
             elif max(after - 1, 0) in stage:
                 blocks.append(block)
             elif after == 0:
-                blocks.append(
-                    replace(block, layer=LayerSpec(saved=tuple(filter(is_read_by_blocks, block.layer.saved))))
-                )
+                blocks.append(_read_by_blocks(SameBlock(block)))
         return replace(self, blocks=tuple(blocks))
+
+
+@lru_cache(maxsize=1 << 10)
+def _read_by_blocks(same: SameBlock) -> BlockSpec:
+    """A block before all others with the tensors alone that the others read."""
+    saved = tuple(filter(is_read_by_blocks, same.block.layer.saved))
+    return replace(same.block, layer=LayerSpec(saved=saved))
 
 
 def spec_from_settings(settings: model_settings.ModelSettings | model_settings.TransformerSettings) -> ModelSpec:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import NamedTuple
 
 from motet.core.errors import InputError
@@ -93,13 +93,13 @@ class EventGraph:
                     batches += start, end
                     places |= dict.fromkeys(run, (end, rank))
                     continue
-                for action in run:
-                    event = len(events)
-                    places[action] = event, rank
-                    waits.append((computations[-1],) if computations else ())
-                    computations.append(event)
-                    events.append(action)
-                    self._kind_of_event.append(kinds.setdefault(action[:2], len(kinds)))
+                computed = [*run]
+                numbers = range(len(events), len(events) + len(computed))
+                waits += (*computations[-1:],), *zip(numbers[:-1], strict=True)
+                places |= zip(computed, zip(numbers, repeat(rank)), strict=False)
+                computations += numbers
+                events += computed
+                self._kind_of_event += [kinds.setdefault(action[:2], len(kinds)) for action in computed]
         self._add_needs(places)
         return chains
 

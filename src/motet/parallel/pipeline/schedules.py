@@ -338,7 +338,7 @@ def order_of_computations(name: str, ranks: int, *, chunks: int, microbatches: i
     for rank in range(ranks):
         words, bound = kind.rank_order(size, rank)
         actions = _actions_of_words(words, name, [stage for stage, owner in enumerate(stage_ranks) if owner == rank])
-        orders.append(tuple(action for action in actions if action.microbatch < microbatches))
+        orders.append(tuple([action for action in actions if action[2] < microbatches]))
         in_flight.append(bound)
     return PipelineSchedule(name, microbatches, stage_ranks, tuple(orders), tuple(in_flight))
 
@@ -358,11 +358,11 @@ def _actions_of_words(words: str, name: str, stages: list[int]) -> list[Pipeline
     for word in words.split():
         if word[0] == "W":
             stage = passes[f"F{word[1:]}"][1] if f"F{word[1:]}" in passes else None
-            matching = (index for index, action in enumerate(waiting) if word == "W" or action.stage == stage)
+            matching = (index for index, action in enumerate(waiting) if word == "W" or action[1] == stage)
             first = next(matching, None)
             if first is None:
                 raise InputError(f"schedule {name!r}: {word!r} has no I before it; write each W after its I")
-            actions.append(waiting.pop(first)._replace(kind="W"))
+            actions.append(PipelineAction("W", *waiting.pop(first)[1:]))
             continue
         matching_pass = passes.get(word)
         if matching_pass is None:

@@ -16,7 +16,9 @@ from motet.models.spec.layer_specs import (
     AttentionSpec,
     BlockSpec,
     ExchangeBytes,
+    LayerSpec,
     MicroBatchShape,
+    SameBlock,
     SavedActivation,
     SavedAttentionMatrix,
 )
@@ -222,14 +224,19 @@ def spec_on_context_rank(spec: ModelSpec, shared: SharedRows) -> ModelSpec:
 
 
 def _block_on_rank(block: BlockSpec, shared: SharedRows) -> BlockSpec:
-    operations, saved = list(block.layer.operations), list(block.layer.saved)
+    arguments = tuple(each for each in block.arguments if isinstance(each, SavedActivation))
+    return replace(block, layer=_layer_on_rank(SameBlock(block), shared), arguments=arguments)
+
+
+@lru_cache(maxsize=1 << 12)
+def _layer_on_rank(same: SameBlock, shared: SharedRows) -> LayerSpec:
+    layer = same.block.layer
+    operations, saved = list(layer.operations), list(layer.saved)
     for index, each in enumerate(operations):
         if isinstance(each, AttentionSpec):
             operations[index], saved = _attention_on_rank(each, saved, shared)
     saved = [each for each in saved if isinstance(each, SavedActivation)]
-    layer = replace(block.layer, operations=tuple(operations), saved=tuple(saved))
-    arguments = tuple(each for each in block.arguments if isinstance(each, SavedActivation))
-    return replace(block, layer=layer, arguments=arguments)
+    return replace(layer, operations=tuple(operations), saved=tuple(saved))
 
 
 def _attention_on_rank(

@@ -69,7 +69,7 @@ class StageBlocks:
     def dtype(self) -> str:
         return self.storage.recipe.compute
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes that one micro-batch leaves for its backward on the device, with the tensors sent to the next stage."""
         stays = sum((each.kept - each.sent) * each.repeats for each in self._runs)

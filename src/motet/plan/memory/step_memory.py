@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from motet.core.units import DTYPE_BYTES, format_bytes
 from motet.memory.policy_choice import Place
-from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape
+from motet.models.spec.layer_specs import BlockPolicy, BlockSpec, MatmulSpec, MicroBatchShape, SameBlock
 from motet.models.spec.model_spec import ModelSpec
 from motet.parallel.data_parallel.zero import ShardedStates, sharded_states
 from motet.parallel.layout import Layout
@@ -299,7 +299,7 @@ class _Estimate:
         kind = self._kinds[stage]
         if kind not in self._known_peaks:
             if self.constants.simulates_kernels:
-                self._known_peaks[kind] = _peaks_of_stage(SameObject(self._specs), stage, self._settings)
+                self._known_peaks[kind] = _peaks_of_stage(self._stage(kind), self._settings, **self._ends(kind))
             else:
                 self._known_peaks[kind] = FrameworkStage(self.step, self.constants, stage).peaks()
         return self._known_peaks[kind]
@@ -307,18 +307,24 @@ class _Estimate:
     def _kept_of_stage(self, stage: int) -> float:
         kind = self._kinds[stage]
         if self.constants.simulates_kernels:
-            return _kept_of_stage(SameObject(self._specs), kind, self._settings)
+            return _stage_blocks(self._stage(kind), self._settings, **self._ends(kind)).kept
         return FrameworkStage(self.step, self.constants, kind).kept
 
-    @property
-    def _specs(self) -> tuple[ModelSpec, ...]:
-        """The part of a rank's model that each stage computes, with the bytes that attention takes on its rows."""
+    def _stage(self, stage: int) -> SameObject[ModelSpec]:
+        """The part of a rank's model that a stage computes, with the bytes that attention takes on its rows."""
+        return _stage_on_context_rank(SameObject(self.step.stage_specs), stage, self._shared_rows)
+
+    def _ends(self, stage: int) -> dict[str, bool]:
+        return {"is_first": stage == 0, "is_last": stage == len(self._kinds) - 1}
+
+    @cached_property
+    def _shared_rows(self) -> SharedRows | None:
         step, layout = self.step, self.step.layout
         if layout.cp == 1:
-            return step.stage_specs
+            return None
         shape = MicroBatchShape(step.rows, step.sequence, packed=step.packed)
         rows = layout.context.partition(step.sequence), 0, layout.cp_kind, layout.context.head_ranks, shape
-        return _specs_on_context_rank(SameObject(step.stage_specs), SharedRows(*rows, step.recipe.compute))
+        return SharedRows(*rows, step.recipe.compute)
 
     @property
     def _sharded(self) -> ShardedStates:
@@ -410,9 +416,18 @@ class _Estimate:
         return float(trained), float(frozen)
 
 
-@lru_cache(maxsize=1024)
-def _specs_on_context_rank(specs: SameObject[tuple[ModelSpec, ...]], shared: SharedRows) -> tuple[ModelSpec, ...]:
-    return tuple(spec_on_context_rank(spec, shared) for spec in specs.value)
+@lru_cache(maxsize=1 << 14)
+def _stage_on_context_rank(
+    specs: SameObject[tuple[ModelSpec, ...]], stage: int, shared: SharedRows | None
+) -> SameObject[ModelSpec]:
+    return _stage_of_blocks(tuple([(SameBlock(block), block.repeat) for block in specs.value[stage].blocks]), shared)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stage_of_blocks(blocks: tuple[tuple[SameBlock, int], ...], shared: SharedRows | None) -> SameObject[ModelSpec]:
+    """One object for all stages with these blocks, in pipelines of any length; their indices do not count."""
+    spec = ModelSpec(tuple(same.block for same, _ in blocks))
+    return SameObject(spec if shared is None else spec_on_context_rank(spec, shared))
 
 
 class _StageSettings(NamedTuple):
@@ -424,29 +439,23 @@ class _StageSettings(NamedTuple):
     splits_vocabulary: bool
 
 
-def _stage_blocks(specs: tuple[ModelSpec, ...], stage: int, settings: _StageSettings) -> StageBlocks:
-    spec, last = specs[stage], len(specs) - 1
+@lru_cache(maxsize=1 << 14)
+def _stage_blocks(
+    stage: SameObject[ModelSpec], settings: _StageSettings, *, is_first: bool, is_last: bool
+) -> StageBlocks:
+    """The blocks of a stage, which many layouts share; what they keep takes far less time than their peaks."""
+    policies = (settings.policy,) * stage.value.policy_count
+    ends = {"is_first": is_first, "is_last": is_last}
     return StageBlocks(
-        spec,
-        settings.shape,
-        (settings.policy,) * spec.policy_count,
-        settings.storage,
-        splits_vocabulary=settings.splits_vocabulary,
-        is_first=stage == 0,
-        is_last=stage == last,
+        stage.value, settings.shape, policies, settings.storage, splits_vocabulary=settings.splits_vocabulary, **ends
     )
 
 
 @lru_cache(maxsize=1 << 14)
-def _kept_of_stage(specs: SameObject[tuple[ModelSpec, ...]], stage: int, settings: _StageSettings) -> int:
-    """Bytes that a micro-batch leaves on a stage, which takes far less time than its peaks."""
-    return _stage_blocks(specs.value, stage, settings).kept
-
-
-@lru_cache(maxsize=1 << 14)
-def _peaks_of_stage(specs: SameObject[tuple[ModelSpec, ...]], stage: int, settings: _StageSettings) -> StagePeaks:
-    """The peaks of a stage, which many layouts share."""
-    return _stage_blocks(specs.value, stage, settings).peaks()
+def _peaks_of_stage(
+    stage: SameObject[ModelSpec], settings: _StageSettings, *, is_first: bool, is_last: bool
+) -> StagePeaks:
+    return _stage_blocks(stage, settings, is_first=is_first, is_last=is_last).peaks()
 
 
 @lru_cache(maxsize=4096)

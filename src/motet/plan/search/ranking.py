@@ -316,17 +316,15 @@ class LayoutRanking:
                 schedules, step = space.schedules(variant), self._step_of(least._replace(layout=variant))
                 bounds = self._times.lower_bounds(step, schedules, limit_s)
                 for schedule, bound in zip(schedules, bounds, strict=True):
-                    chosen = least._replace(bound_s=bound, layout=replace(variant, schedule=schedule))
-                    if bound < limit_s and (chosen.layout != layout or chosen.recompute != recompute):
-                        below.append(chosen)
+                    if bound < limit_s:
+                        chosen = least._replace(bound_s=bound, layout=replace(variant, schedule=schedule))
+                        below += [chosen] * (chosen.layout != layout or chosen.recompute != recompute)
         return below
 
     def _predict_variant(self, candidate: Candidate, limit_s: float) -> RankedPlan | None:
         """The prediction of a variant that fits, unless its recomputation makes it slower than a limit."""
-        step = self._first_that_fits(candidate.layout, candidate.states)
-        if isinstance(step, RejectedPlan) or self._times.lower_bound(step) >= limit_s:
-            return None
-        return self._predict(step)
+        step = self._first_that_fits(candidate.layout, candidate.states, limit_s=limit_s)
+        return None if isinstance(step, RejectedPlan) else self._predict(step)
 
     def _predict(self, step: PlannedStep) -> RankedPlan:
         return RankedPlan(step, estimate_memory(step).on_device(self._limit), self._times.predict(step))
@@ -349,16 +347,18 @@ class LayoutRanking:
         sizes = host.memory_bytes.value, per_host
         return host_problem(memory, *sizes, shares_with_devices=self._cluster.is_processor)
 
-    def _first_that_fits(self, layout: Layout, states: Place) -> PlannedStep | RejectedPlan:
+    def _first_that_fits(self, layout: Layout, states: Place, limit_s: float = inf) -> PlannedStep | RejectedPlan:
+        """The step with the least recomputation that fits, or why none does that is faster than a limit."""
         step = replace(self._step, layout=layout, recompute="none", states=states)
         least = self.least_state(step)
         if least > self._limit:
             text = f"states {format_bytes(least)} at least > {format_bytes(self._limit)}"
             return RejectedPlan(step.layout_text, text, least - self._limit)
         for recompute in _RECOMPUTATION:
-            step = replace(step, recompute=recompute)
             try:
-                step = replace(step, layout=self._with_stages(layout))
+                step = replace(step, layout=self._with_stages(layout), recompute=recompute)
+                if limit_s < inf and self._times.lower_bound(step) >= limit_s:  # More recomputation takes longer
+                    return RejectedPlan(step.layout_text, f"takes more than {limit_s:.3g} s", inf)
                 if recompute != _RECOMPUTATION[-1] and least_memory(step) > self._limit:
                     continue  # Report the reason of the last one
                 memory = estimate_memory(step, only_fullest=True).on_device(self._limit)

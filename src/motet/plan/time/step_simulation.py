@@ -103,19 +103,17 @@ def pipeline_lower_bound(durations: PipelineDurations) -> float:
     """Seconds below the makespan: for each rank its own work, after the forwards of all stages before its first one,
     and before their backwards."""
     wait = durations.blocks_s if durations.ranks > 1 else 0.0
-    worst, owners = 0.0, dict[int, int]()
-    for rank in range(durations.ranks):
-        owners |= dict.fromkeys(durations.stages_of_rank(rank), rank)
+    stages_of_rank = stages_of_ranks(durations.schedule, durations.ranks, durations.chunks)
+    worst, owners = 0.0, {stage: rank for rank, stages in enumerate(stages_of_rank) for stage in stages}
     splits = splits_backward(durations.schedule)
     forward, backward = durations.forward_s, durations.backward_s
     order = [owners[stage] for stage in range(len(forward))]
     crossings = [0, *accumulate(before != after for before, after in pairwise(order))]  # Messages up to each stage
     fills = [0.0, *accumulate(seconds + wait for seconds in forward)]
     drains = [0.0, *accumulate(seconds + wait for seconds in backward)]
-    for rank in range(durations.ranks):
-        stages = durations.stages_of_rank(rank)
+    for stages in stages_of_rank:
         first = min(stages)
-        work = sum(forward[s] + backward[s] + 2 * wait for s in stages)
+        work = sum([forward[s] + backward[s] + 2 * wait for s in stages])
         messages_s = crossings[first] * durations.message_s
         drain = 0.0 if splits else drains[first] + messages_s
         worst = max(worst, durations.microbatches * work + fills[first] + messages_s + drain)
@@ -179,10 +177,11 @@ class StepSimulation:
         *,
         read_s: float,
         host: HostRates | None = None,
+        stage_times: StageTimes | None = None,
     ) -> None:
         """`host` is what a rank gets of its host, if that updates the states."""
         self.step, self.rates, self.groups, self.read_s, self.host = step, rates, groups, read_s, host
-        self._stage_times = StageTimes(step, rates, groups)
+        self._stage_times = stage_times or StageTimes(step, rates, groups)
         self.actions = step.actions
         moments = {action.moment for action, _ in self.actions}
         self.reduces_once = "microbatch" not in moments
@@ -200,10 +199,9 @@ class StepSimulation:
         if name == self.step.layout.schedule:
             return self
         layout = replace(self.step.layout, schedule=name)
-        step = replace(self.step, layout=layout)
-        other = StepSimulation(step, self.rates, self.groups, read_s=self.read_s, host=self.host)
-        other._stage_times, other.seconds_of_stages = self._stage_times, self.seconds_of_stages
-        other._parameters_of_stages = self._parameters_of_stages
+        step, kept = replace(self.step, layout=layout), self._stage_times
+        other = StepSimulation(step, self.rates, self.groups, read_s=self.read_s, host=self.host, stage_times=kept)
+        other.seconds_of_stages, other._parameters_of_stages = self.seconds_of_stages, self._parameters_of_stages
         return other
 
     def lower_bound_of_schedules(self) -> float:
