@@ -20,7 +20,7 @@ chooses one for the kernel, the type of device, the dtype and the number of elem
 The first row that matches decides. Rows of `triton` need Triton, which CUDA builds of PyTorch bring. They also need the
 C compiler that Triton calls at its first launch. It is the one that the variable `CC` names, or else `gcc` or `clang`
 on the `PATH`. On a GPU it must compile Triton's driver. That takes the headers of Python, and a `libcuda.so.1` that
-`ldconfig` lists or `LD_LIBRARY_PATH` has. Without one of these the next row decides.
+`ldconfig -p` lists. Without one of these the next row decides.
 
 """
 _REST = """
