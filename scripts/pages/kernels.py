@@ -19,7 +19,8 @@ chooses one for the kernel, the type of device, the dtype and the number of elem
 
 The first row that matches decides. Rows of `triton` need Triton, which CUDA builds of PyTorch bring. They also need the
 C compiler that Triton calls at its first launch. It is the one that the variable `CC` names, or else `gcc` or `clang`
-on the `PATH`. Without Triton or the compiler the next row decides.
+on the `PATH`. On a GPU it must compile Triton's driver. That takes the headers of Python, and a `libcuda.so.1` that
+`ldconfig -p` lists. Without one of these the next row decides.
 
 """
 _REST = """
@@ -74,8 +75,7 @@ that is damaged or another user's counts as empty.
 
 Under Triton's interpreter on a CPU, every kernel of this page and its gradients equal formulas in float64 to 1e-12. The
 sizes and strides are odd ones. A step of the built-in `tiny` with all of them equals the plain one. A test compiles
-every launch of the kernels of blocks for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts
-what they save.
+every launch for Hopper. [Kernels and bytes of a block](../benchmarks/block-bytes.md) counts what they save.
 **No GPU has run them yet**: their speed is not checked, nor the rounding of bfloat16, which the interpreter truncates.
 The planned memory of dropout on a GPU counts a mask of one byte for each element, which these kernels do not keep.
 That of the loss assumes that Triton runs: without it, the loss takes more than the plan says.

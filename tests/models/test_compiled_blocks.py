@@ -1,18 +1,25 @@
 """Blocks that torch.compile makes graphs of: what a graph has, what runs eagerly, and what is refused."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import nop
 from spec_cases import CASES, SMALL, kept_bytes
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from environment import uncounted
 from motet.core.batch import Batch
 from motet.models import torch_private
 from motet.models.arch.attention_mask import AttentionMask
@@ -157,6 +164,73 @@ def test_auto_runs_as_written_what_cannot_be_one_graph(block: nn.Module) -> None
     torch.manual_seed(3)
     assert torch.equal(module(x), expected)
     assert blocks.reason is not None and type(block).__name__ in blocks.reason and "\n" not in blocks.reason
+
+
+def test_a_backward_that_does_not_compile_is_found_in_the_forward() -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no code for it")
+
+    def half_compiled(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: object) -> object:
+        return aot_autograd(fw_compiler=nop, bw_compiler=fail)(graph, inputs)
+
+    module, x = Blocks(Doubling(), Doubling()), torch.ones(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    with patch.object(torch_private, "generate_code", half_compiled):
+        blocks = compile_blocks(module, falls_back=True)
+        (gradient,) = torch.autograd.grad(module(x).sum(), x)
+        assert torch.equal(gradient, expected) and blocks.reason is not None
+        assert blocks.reason.endswith("graph of Doubling.forward: RuntimeError: no code for it")
+        compile_blocks(module := Blocks(Doubling()), falls_back=False)
+        refused("^run.compile = 'blocks': .*: RuntimeError: no code for it; set run.compile=off$", module, x)
+
+
+def test_the_key_of_compiled_code_has_the_kernels_of_attention() -> None:
+    tags = list[str]()
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: object) -> object:
+        tags.append(torch.compiler.config.cache_key_tag)
+        return as_traced(graph, inputs)
+
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        torch._dynamo.reset()
+        compile_blocks(module := Blocks(Doubling()), falls_back=False)
+        with patch.object(torch_private, "generate_code", noted), sdpa_kernel(kernel):
+            module(torch.ones(3, 4))
+    assert tags[0] == tags[2] != tags[1] and torch.compiler.config.cache_key_tag not in tags
+
+
+TWO_RUNS = """
+import sys, torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from motet.models.compilation.compiled_blocks import compile_blocks
+
+class Attending(torch.nn.Linear):
+    def forward(self, x):
+        heads = super().forward(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+module = torch.nn.ModuleList([Attending(16, 16)])
+blocks, x = compile_blocks(module, falls_back=False), torch.ones(2, 6, 16)
+with sdpa_kernel(getattr(SDPBackend, sys.argv[1])):
+    module[0](x).sum().backward()
+with torch.autograd.profiler.profile() as profile:
+    module[0](x).sum().backward()
+hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+print(blocks.graphs, hits, any("flash_attention" in event.name for event in profile.function_events))
+"""
+
+
+@pytest.mark.proof
+def test_a_run_with_another_kernel_of_attention_does_not_read_the_code_of_the_first(tmp_path: Path) -> None:
+    printed, environment = [], uncounted() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for kernel in ("MATH", "FLASH_ATTENTION", "FLASH_ATTENTION", "MATH"):
+        command = [sys.executable, "-c", TWO_RUNS, kernel]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        printed.append(done.stdout.split())
+    assert printed == [
+        ["1", hits, flash] for hits, flash in (("0", "False"), ("0", "True"), ("1", "True"), ("1", "False"))
+    ]
 
 
 def test_ever_new_shapes_run_as_written() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,9 +169,12 @@ class GraphCompiler:
         """`around(graph)` is a context in which a graph is compiled; it may refuse the graph. torch's own limit on the
         graphs of a function is 8."""
         import torch._dynamo.config
+        import torch._functorch.config
         import torch._inductor.config
 
         torch._dynamo.config.recompile_limit = max_graphs
+        # Else torch compiles a backward when it is first called, where a block cannot run eagerly any more.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
         # Where sizes differ between ranks, this pass could move collectives to other places on each of them.
         torch._inductor.config.reorder_for_peak_memory = False
         if not torch.cuda.is_available():  # Ranks that compile share the cores of the machine
@@ -183,8 +187,11 @@ class GraphCompiler:
         return compiled
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        with self._around(graph):
-            _tag_recomputed_nodes(graph)
+        _tag_recomputed_nodes(graph)
+        config: Any = torch.compiler.config
+        # torch chooses a kernel of attention while it traces, after it has made the key of its cache.
+        tag = f"{config.cache_key_tag}{_cur_sdpa_kernel_backends(with_priority=True)}"
+        with self._around(graph), config.patch(cache_key_tag=tag):
             return generate_code(graph, inputs, **options)
 
 
@@ -218,7 +225,7 @@ def compile_problem(error: BaseException) -> str | None:
         return str(error.inner_exception)
     if not isinstance(error, TorchDynamoException):
         return None
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
     places = [line for line in lines if line.startswith("File ")]
     return f"{lines[0]}, {places[-1][0].lower() + places[-1][1:]}" if places else lines[0]
 

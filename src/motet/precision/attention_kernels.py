@@ -14,17 +14,20 @@ class AttentionKernel:
     torch_name: str  # The member of `torch.nn.attention.SDPBackend`
     dtypes: tuple[str, ...]
     max_head_dim: int | None = None
+    wider_heads: tuple[tuple[int, int], ...] = ()  # Sizes of keys and values, on Hopper and Blackwell
     has_equal_dims: bool = False  # Keys and values of a head have the same size
-    takes_bias: bool = True
+    takes_bias: bool = True  # Scores that the model learns
+    takes_mask: bool = True
     is_on_cpu: bool = False
 
 
 _NARROW, _WIDE = ("bfloat16", "float16"), ("float32",)
 
-# In the order in which `auto` tries them.
 ATTENTION_KERNELS: dict[str, AttentionKernel] = {
-    "cudnn": AttentionKernel("CUDNN_ATTENTION", _NARROW, 256),
-    "flash": AttentionKernel("FLASH_ATTENTION", _NARROW, 256, has_equal_dims=True, takes_bias=False, is_on_cpu=True),
+    "cudnn": AttentionKernel("CUDNN_ATTENTION", _NARROW, 128, wider_heads=((192, 128),), takes_bias=False),
+    "flash": AttentionKernel(
+        "FLASH_ATTENTION", _NARROW, 256, has_equal_dims=True, takes_bias=False, takes_mask=False, is_on_cpu=True
+    ),
     "efficient": AttentionKernel("EFFICIENT_ATTENTION", (*_NARROW, *_WIDE)),
     "plain": AttentionKernel("MATH", (*_NARROW, *_WIDE, "float64"), is_on_cpu=True),
 }
@@ -40,14 +43,11 @@ class HeadSizes(Protocol):
     def value_dim(self) -> int: ...
 
 
-def kernels_in_order(settings: PrecisionSettings, device_type: str) -> tuple[str, ...]:
-    """torch's names of the kernels that attention may use on a device; empty where torch decides."""
-    if device_type == "cuda":
-        chosen = [*ATTENTION_KERNELS.values()] if settings.attention == "auto" else [_kernel(settings)]
-    else:
-        is_chosen = settings.attention != "auto" and _kernel(settings).is_on_cpu
-        chosen = [_kernel(settings)] if is_chosen else []
-    return tuple(kernel.torch_name for kernel in chosen)
+def named_kernel(settings: PrecisionSettings, device_type: str) -> str | None:
+    """torch's name of the only kernel that attention may use on a device; None where torch decides."""
+    if settings.attention == "auto" or not (device_type == "cuda" or _kernel(settings).is_on_cpu):
+        return None
+    return _kernel(settings).torch_name
 
 
 def attention_remark(settings: PrecisionSettings, device_type: str) -> str | None:
@@ -72,16 +72,16 @@ def attention_problem(
         recipes = " or ".join(key for key, recipe in RECIPES.items() if recipe.compute in kernel.dtypes)
         return f"{name} has no kernel for {compute} on a GPU; {remedy}, or set precision.recipe={recipes}"
     for head in heads:
-        limit = kernel.max_head_dim
-        other = [size for size in (head.key_dim, head.value_dim) if limit is not None and (size > limit or size % 8)]
-        if other:
+        limit, dims = kernel.max_head_dim, (head.key_dim, head.value_dim)
+        other = [size for size in dims if limit is not None and (size > limit or size % 8)]
+        if other and dims not in kernel.wider_heads:
             return f"{name} takes heads of 8, 16, ... {limit} components, and the model has {other[0]}; {remedy}"
         if kernel.has_equal_dims and head.key_dim != head.value_dim:
             sizes = f"{head.key_dim} components and values of {head.value_dim}"
             return f"{name} takes keys and values of one size, and the model has keys of {sizes}; {remedy}"
     if adds_bias and not kernel.takes_bias:
         return f"{name} cannot add the scores of relative positions, which the model learns; {remedy}"
-    if adds_mask and not kernel.takes_bias:
+    if adds_mask and not kernel.takes_mask:
         missing = "this version of torch has no kernel of variable length"
         return f"{name} cannot add the mask of documents or of a sliding window, and {missing}; {remedy}"
     return ""

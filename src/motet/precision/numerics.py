@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from motet.core.errors import check_input
-from motet.precision.attention_kernels import attention_problem, attention_remark, kernels_in_order
+from motet.precision.attention_kernels import attention_problem, attention_remark, named_kernel
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import PrecisionRecipe, PrecisionSettings
 from motet.precision.torch_private import (
@@ -146,8 +146,8 @@ def _attention_kernels(settings: PrecisionSettings, device: torch.device) -> Abs
     """torch keeps the kernels for the process: they hold in backward and in what it recomputes, in its threads too."""
     problem = attention_problem(settings) if device.type == "cuda" else ""
     check_input(not problem, problem)
-    names = kernels_in_order(settings, device.type)
-    return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True) if names else nullcontext()
+    name = named_kernel(settings, device.type)
+    return sdpa_kernel(getattr(SDPBackend, name)) if name else nullcontext()
 
 
 def _products(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[None]:

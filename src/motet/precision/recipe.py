@@ -220,8 +220,8 @@ class PrecisionSettings(FrozenSettings):
     """Steps in a row without overflow after which a dynamic scale doubles."""
 
     attention: AttentionKernelName = "auto"
-    """The kernel of attention. `auto` takes the first of cuDNN's, FlashAttention, the memory-efficient kernel and the
-    plain formula that can compute a call; a name takes that one alone. A CPU has `flash` and `plain`."""
+    """The kernel of attention. `auto` leaves the choice to torch, for each call; a name takes that kernel alone. A CPU
+    has `flash` and `plain`."""
 
     @property
     def resolved(self) -> PrecisionRecipe:

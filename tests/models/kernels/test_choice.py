@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,23 @@ def test_triton_needs_a_compiler_of_c(
     assert choice.has_triton.__wrapped__() is expected
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     assert not choice.has_triton.__wrapped__()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_triton_needs_a_driver_that_compiles_on_a_gpu(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    class Driver:
+        @property
+        def utils(self) -> object:
+            if not compiles:
+                raise subprocess.CalledProcessError(1, ["gcc"])
+            return self
+
+    runtime = SimpleNamespace(driver=SimpleNamespace(active=Driver()))
+    for name, value in (("find_spec", lambda _: runtime), ("import_module", lambda _: runtime), ("shutil", runtime)):
+        monkeypatch.setattr(choice, name, value)
+    runtime.which = lambda name: name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choice.has_triton.__wrapped__() is compiles
 
 
 def test_a_model_trains_where_triton_cannot_be_imported() -> None:

@@ -1,7 +1,8 @@
 """Each kernel in Triton against its definition: in float64 under Triton's interpreter, and compiled for a GPU."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -287,17 +288,20 @@ def test_dropout_has_the_bits_of_its_definition(interpreted: Interpreted, spans:
 
 
 # --- compiled for a GPU, without one -----------------------------------------------------------------
-@pytest.mark.parametrize(
+COMPILED = pytest.mark.parametrize(
     "dtype", [dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.proof) for dtype in ROUNDING]
 )
-def test_every_kernel_compiles_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """The interpreter accepts more than the compiler: each launch is compiled for Hopper, and not run."""
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """The code of each launch from now on, which is compiled for Hopper, and not run."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = []
+    codes = list[str]()
 
     def type_of(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -311,12 +315,20 @@ def test_every_kernel_compiles_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest
         signature = {name: type_of(value) for name, value in named.items()} | dict.fromkeys(constants, "constexpr")
         values = constants | {name: value for name, value in named.items() if value is None}
         source = ASTSource(fn=kernel, signature={n: signature[n] for n in kernel.arg_names}, constexprs=values)
-        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+        codes.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+        assert ".target sm_90" in codes[-1]
 
+    with launches_replaced(compile_only):
+        yield codes
+
+
+@COMPILED
+def test_kernels_of_blocks_compile_for_a_gpu(compiled: list[str], dtype: torch.dtype) -> None:
+    """The interpreter accepts more than the compiler."""
     x, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((2, 3, 2, 200), (200,)))
     norm = RMSNorm(200, 1e-5).to(dtype)
     rotations = RotaryEmbedding(64, 100.0).rotations_at(torch.arange(3), dtype)
-    with kernels_forced("triton"), launches_replaced(compile_only):
+    with kernels_forced("triton"):
         outputs = [
             rms_norm(x, weight, 1e-5),
             *add_norm(x, x, norm),
@@ -329,4 +341,24 @@ def test_every_kernel_compiles_for_a_gpu(dtype: torch.dtype, monkeypatch: pytest
         ]
         for output in outputs:
             output.sum().backward(retain_graph=True)
-    assert len(compiled) >= 2 * (len(outputs) - 1) and all(".target sm_90" in ptx for ptx in compiled)
+    assert len(compiled) >= 2 * (len(outputs) - 1)
+
+
+@COMPILED
+def test_losses_and_updates_compile_for_a_gpu(compiled: list[str], dtype: torch.dtype) -> None:
+    from motet.models.kernels.triton_adamw import update_adamw
+    from motet.models.kernels.triton_cross_entropy import losses_of_rows, statistics_of_rows, write_errors
+
+    logits, targets = torch.zeros(3, 300, dtype=dtype), torch.arange(3)
+    for overwrites in (False, True):
+        losses_of_rows(logits, targets, overwrites=overwrites)
+        # Threads meet after each has read the logit of the target, which errors overwrite.
+        assert "ld.global" not in compiled[-1].rpartition("bar.sync")[2].partition("st.global")[0]
+    column, is_here = targets.unsqueeze(1), torch.ones(3, 1, dtype=torch.bool)
+    logsumexp, _ = statistics_of_rows(logits, column, is_here)
+    for scale in (None, logsumexp):
+        write_errors(logits, logsumexp, column, is_here=is_here, output=logits, scale=scale)
+    master, numbers, step = torch.zeros(300).to(logsumexp.dtype), torch.zeros(6, dtype=torch.float64), torch.ones(())
+    for compute in (None, logits[0]):
+        update_adamw(master, logits[0], (master, master), numbers=numbers, step=step, compute=compute)
+    assert len(compiled) == 7

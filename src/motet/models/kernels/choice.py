@@ -98,9 +98,15 @@ def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) ->
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which CUDA builds of torch bring, and the C compiler that its first launch calls."""
+    """Whether Triton is installed, which CUDA builds of torch bring, and the C compiler that its first launch calls. On
+    a GPU also whether that compiles Triton's driver, from headers of Python and the library of CUDA."""
     names = [os.environ.get("CC")] if "CC" in os.environ else ["gcc", "clang"]  # noqa: TID251  (Triton reads CC too)
-    return find_spec("triton") is not None and any(name and shutil.which(name) for name in names)
+    if find_spec("triton") is None or not any(name and shutil.which(name) for name in names):
+        return False
+    try:
+        return not torch.cuda.is_available() or bool(import_module("triton.runtime").driver.active.utils)
+    except Exception:  # noqa: BLE001  # Triton raises errors of many kinds
+        return False
 
 
 # --- measured rows -----------------------------------------------------------------------------------

@@ -53,8 +53,9 @@ def cross_entropy_rows(
 ):
     index = tl.program_id(0).to(tl.int64)
     row, target = logits + index * stride, tl.load(targets + index)
+    at_target = target_logit(row, target, size, float("nan"), wide)  # Before the barriers of sums: errors overwrite it
     logsumexp = row_logsumexp(row, size, wide, width)
-    tl.store(losses + index, logsumexp - target_logit(row, target, size, float("nan"), wide))
+    tl.store(losses + index, logsumexp - at_target)
     if overwrites:
         write_row_errors(row, row, logsumexp, target, 1.0, size, wide, width)
 
