@@ -13,7 +13,7 @@ from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
 from motet.train import compiled_job, config_rules, engine
 from motet.train.job import Job
-from train.runs import Trained
+from train.runs import Trained, train
 from train.tensor_parallel_runs import train_and_reassemble
 
 
@@ -30,6 +30,12 @@ def as_traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: Any)
     from torch._dynamo.backends.debugging import aot_eager
 
     return aot_eager(graph, inputs)
+
+
+def train_as_settings_say(group: RankGroup, job: Job, steps: int = 3) -> Trained | None:
+    """Train with eager blocks, or with those that `run.compile` chooses. Replicas that train independently have
+    different values of a tensor, which cannot be put together."""
+    return train(group, job, steps) if job.outer.every else train_and_reassemble(group, job, steps)
 
 
 def train_compiled(
@@ -54,7 +60,7 @@ def train_compiled(
         patch.object(torch_private, "generate_code", torch_private.generate_code if code else as_traced),
     ):
         warnings.simplefilter("ignore")
-        trained = train_and_reassemble(group, job, steps)
+        trained = train_as_settings_say(group, job, steps)
     (blocks,) = compiled
     return CompiledRun(trained, blocks.graphs, blocks.reason)
 
