@@ -119,8 +119,8 @@ makes without a break: a model with two kinds of blocks has two. The columns of 
 difference of any loss, norm, gradient or parameter between compiled and eager; the worst of all is {worst:.1e},
 and {LIMIT:.0e} is the limit. The graphs ran with torch's kernels, so that float64 shows every mistake of a graph, of a
 collective in it and of its gradients; the code that torch.compile makes of a graph rounds in another order
-([benchmark](../benchmarks/compiled-blocks.md)). Models of transformers keep the precision of the job inside of a graph
-here; a training run in float64 compiles nothing.
+([benchmark](../benchmarks/compiled-blocks.md)). The mode in which modules of transformers compute in
+float64 was traced into their graphs here. A training run traces no mode, and compiles nothing in float64.
 
 Made by `python scripts/docs.py reference/compiled-blocks.md` at commit{"s" * (len(commits) > 1)} {", ".join(commits)}.
 

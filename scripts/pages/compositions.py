@@ -38,7 +38,8 @@ def beyond_the_device_table() -> str:
     reason for each refusal."""
     rows = []
     for technique, settings in TECHNIQUES.items():
-        if not next(iter(settings)).startswith("memory."):
+        key, accepted = next(iter(settings.items()))
+        if not key.startswith("memory.") or key == "memory.recompute" or isinstance(accepted, str):
             continue
         cells = {(a, b): cell for a, b, cell in technique_pairs()}
         partners = [(other, cells.get((technique, other)) or cells[other, technique]) for other in TECHNIQUES]

@@ -8,7 +8,8 @@ _INTRODUCTION = """# Kernels
 
 Norms, rotary positions, gates, dropout, losses and updates stream memory. Their time is that of the bytes that they
 read and write. Each has a *plain* definition in ordinary operations, and implementations that equal it. A table
-chooses one for the kernel, the type of device, the dtype and the number of elements. No model asks for a device.
+chooses one for the kernel, the type of device, the dtype and the number of elements. The code of a model is
+the same for all devices.
 
 | implementation | what it is |
 | --- | --- |
@@ -36,8 +37,8 @@ _REST = """
 | `cross_entropy`, `adamw` | [losses of logits, and updates](../guide/precision.md#cross-entropy-and-adamw-on-gpus) | |
 
 An addition and its norm stay two steps where a hook is on the norm, as sequence parallelism has them, and for layer
-norms. A sum that the norm reads is rounded first, as in the plain definition. A dropout draws its mask on its own where
-`motet verify` records masks. Gradients of weights are summed in a fixed order.
+norms. A sum that the norm reads is rounded first, as in the plain definition. Where `motet verify`
+records masks, a kernel before the dropout draws the mask. Gradients of weights are summed in a fixed order.
 
 ## Updates as a CUDA graph
 
@@ -67,9 +68,9 @@ a stand-in for the capture. `scripts/gpu.py` compares the time and the bits of 3
 Rows that name a GPU are assumed. `python scripts/gpu.py` times each kernel against `torch`, `plain` and its compiled
 form, and compares its values. It keeps the fastest implementation that needs no `torch.compile` for each size. A kernel
 that fails, or differs by more than rounding, is never kept. Kernels that are not measured at both sizes keep the rows
-above. With fewer elements than the smallest size, that of the smallest size runs. The file is `motet/kernels.json` of
-the user's cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read these rows first. A file
-that is damaged or another user's counts as empty.
+above. Calls of fewer elements than the smallest measured size run the implementation of that size. The file is
+`motet/kernels.json` of the user's cache folder (`~/.cache`, or `XDG_CACHE_HOME`). Runs on a GPU of the same name read
+these rows first. A file that is damaged or another user's counts as empty.
 
 ## What is checked
 

@@ -47,6 +47,13 @@ class SmallTable(Plain):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(100, 8)
+class SmallTableInBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([SmallTable()])
+
+    def forward(self, tokens):
+        return self.blocks[0](tokens)
 class FewLogits(Plain):
     def __init__(self):
         super().__init__()

@@ -52,6 +52,7 @@ ranks = 2
 steps = 6
 threads = 1
 """
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 FACTORY = '''
 import os, signal
 from pathlib import Path
@@ -117,15 +118,17 @@ def failing_job(how: str) -> None:
             {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTORCH_ALLOC_CONF": ""},
             {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
         ),
+        ([], {"PYTORCH_ALLOC_CONF": "", COMPILER_CACHE: "/mine"}, {COMPILER_CACHE: "/mine"}),
     ],
 )
-def test_ranks_find_the_variables_that_cuda_reads_when_it_starts(
+def test_ranks_find_the_variables_that_cuda_and_the_compiler_read_when_they_start(
     monkeypatch: pytest.MonkeyPatch, settings: list[str], environment: dict[str, str], expected: dict[str, str]
 ) -> None:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", COMPILER_CACHE)
     for name in names:
         monkeypatch.setenv(name, "")  # So that its state is restored at the end
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     seen = list[dict[str, str]]()
@@ -137,7 +140,18 @@ def test_ranks_find_the_variables_that_cuda_reads_when_it_starts(
     monkeypatch.setattr(entry_points, "launch_ranks", launch)
     with pytest.raises(Exit):
         train_command(words=["small.toml", *settings])
-    assert seen == [{**{name: value for name, value in environment.items() if value}, **expected}]
+    default = {COMPILER_CACHE: "/caches/motet/compiled"}
+    assert seen == [{**default, **{name: value for name, value in environment.items() if value}, **expected}]
+
+
+@pytest.mark.proof  # g++ compiles for seconds
+def test_compiled_code_goes_to_the_cache_folder(motet: Motet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(COMPILER_CACHE, "")
+    monkeypatch.delenv(COMPILER_CACHE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    done = motet("train", "small.toml", "run.compile=blocks", "run.steps=1", "run.ranks=1")
+    assert done.returncode == 0, done.stderr
+    assert any((tmp_path / "caches/motet/compiled").rglob("*.cpp"))
 
 
 # --- whole runs ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ RATES = {
     "launch_s": 4e-6,
 }
 PORT = {"kind": "switch", "alpha_s": 1e-6, "bandwidth_Bps": 450e9}
+BLOCKS_SENTENCE = "The bytes and the number of kernels of compiled blocks are assumed, from steps of torchtitan."
 SENTENCE = "The rates of motet's own kernels on GPUs are assumed, from steps of torchtitan and Megatron, until"
 
 
@@ -87,20 +88,22 @@ def printed(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "is_said"),
+    ("words", "is_said", "are_blocks_assumed"),
     [
-        (["plan", "tiny", "--gpus", "8", "--layout", "zero=1"], True),
-        (["plan", "tiny", "--gpus", "8", "--layout", "zero=1", "--stack", "motet-compiled"], True),
-        (["plan", "tiny", "--gpus", "8", "--layout", "zero=1", "--stack", "megatron"], False),
-        (["plan", "tiny", "--gpus", "8", "--compare", "zero=1", "zero=2"], True),
-        (["show", "step", "tiny", "--ranks", "8", "--layout", "zero=1"], True),
+        (["plan", "tiny", "--gpus", "8", "--layout", "zero=1"], True, True),
+        (["plan", "tiny", "--gpus", "8", "--layout", "zero=1", "--stack", "motet-compiled"], True, True),
+        (["plan", "tiny", "run.compile=off", "--gpus", "8", "--layout", "zero=1"], True, False),
+        (["plan", "tiny", "--gpus", "8", "--layout", "zero=1", "--stack", "megatron"], False, False),
+        (["plan", "tiny", "--gpus", "8", "--compare", "zero=1", "zero=2"], True, True),
+        (["show", "step", "tiny", "--ranks", "8", "--layout", "zero=1"], True, True),
     ],
 )
-def test_plans_say_once_that_rates_of_motet_on_gpus_are_assumed(
-    tmp_path: Path, words: list[str], is_said: bool
+def test_plans_say_once_what_is_assumed_of_motet_on_gpus(
+    tmp_path: Path, words: list[str], is_said: bool, are_blocks_assumed: bool
 ) -> None:
     assert printed(*words, "--cluster", "h100").count(SENTENCE) == is_said
-    assert printed(*words, "--cluster", cluster_file(tmp_path, rates=RATES)).count(SENTENCE) == 0
+    measured = printed(*words, "--cluster", cluster_file(tmp_path, rates=RATES))
+    assert (measured.count(SENTENCE), measured.count(BLOCKS_SENTENCE)) == (0, are_blocks_assumed)
     if "--stack" not in words:
         assert printed(*words, "--cluster", "cpu").count(SENTENCE) == 0
 

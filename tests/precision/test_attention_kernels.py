@@ -122,6 +122,14 @@ def test_what_a_gpu_has_is_taken(name: Any, recipe: Any, heads: Heads) -> None:
     assert not attention_problem(PrecisionSettings(attention=name, recipe=recipe), [heads], adds_mask=name != "flash")
 
 
+def test_a_cpu_has_no_flash_for_scores_that_a_model_learns(tmp_path: Path) -> None:
+    flash = "precision.attention=flash"
+    with pytest.raises(InputError, match=r"^precision.attention = 'flash' cannot add the scores of relative positions"):
+        check_job(small_job(tmp_path, flash, model="t5"), 1)
+    check_job(small_job(tmp_path, flash), 1)
+    check_job(small_job(tmp_path, "precision.attention=cudnn", model="t5"), 1)  # Without effect on a CPU
+
+
 def test_a_job_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job(tmp_path, "run.device=cuda", "precision.attention=flash", "precision.recipe=fp32")
     with pytest.raises(InputError, match=r"precision.attention = 'flash' has no kernel for float32"):

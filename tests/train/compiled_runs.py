@@ -14,7 +14,7 @@ from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
 from motet.train import compiled_job, config_rules, engine
 from motet.train.job import Job
-from train.runs import Trained
+from train.runs import Trained, train
 from train.tensor_parallel_runs import train_and_reassemble
 
 
@@ -46,6 +46,12 @@ def compiling(*, code: bool) -> Iterator[None]:
         yield
 
 
+def train_as_settings_say(group: RankGroup, job: Job, steps: int = 3) -> Trained | None:
+    """Train with eager blocks, or with those that `run.compile` chooses. Replicas that train independently have
+    different values of a tensor, which cannot be put together."""
+    return train(group, job, steps) if job.outer.every else train_and_reassemble(group, job, steps)
+
+
 def train_compiled(
     group: RankGroup, job: Job, steps: int = 3, *, code: bool = False, traces_modes: bool = False
 ) -> CompiledRun:
@@ -65,7 +71,7 @@ def train_compiled(
         patch.object(engine, "compile_blocks_of_job", keep),
         patch.object(compiled_blocks, "without_function_modes", nullcontext) if traces_modes else nullcontext(),
     ):
-        trained = train_and_reassemble(group, job, steps)
+        trained = train_as_settings_say(group, job, steps)
     (blocks,) = compiled
     return CompiledRun(trained, blocks.graphs, blocks.reason)
 

@@ -13,20 +13,23 @@ from motet.models import torch_private
 from motet.models.build import build_module
 from motet.models.compilation.compiled_blocks import CompiledBlocks
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.techniques import technique_pairs, used_techniques
 from motet.parity.shrink_job import make_small_job
 from motet.train.build import build_components
 from motet.train.compiled_job import compile_blocks_of_job
+from motet.train.config_rules import effective_settings
 from motet.train.job import Job
 from motet.train.launch.preflight import check_compiler
 from ranks import Ranks
 from refusals import refused
-from train.compiled_runs import CompiledRun, as_traced, train_code, train_compiled
+from train.compiled_runs import CompiledRun, as_traced, train_as_settings_say, train_code, train_compiled
 from train.runs import Trained, worst_difference
 from train.tensor_parallel_runs import job_of_model, train_and_reassemble
 
 ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 STEPS = 3
-TOLERANCE = 1e-12
+TOLERANCE, TOLERANCE_OF_ROUNDED_MOMENTS = 1e-12, 1e-4
+FP32 = "precision.recipe=fp32"
 ADAPTERS = "model.adapters={rank=4, targets=['*qkv', '*output', '*up']}"
 # Name -> model, ranks, settings, and the graphs of a rank.
 CASES: dict[str, tuple[str, int, list[str], int]] = {
@@ -88,7 +91,14 @@ CASES: dict[str, tuple[str, int, list[str], int]] = {
         1,
     ),
     "host": ("decoder", 2, ["layout.zero=3", "memory.parameters=host", "memory.optimizer=host"], 1),
+    "shard groups": ("decoder", 4, ["layout.zero=3", "layout.shard_group=2"], 1),
+    "independent replicas": ("decoder", 2, ["outer.every=2"], 1),
+    "compact moments": ("decoder", 2, [FP32, "precision.moment_dtype=bfloat16"], 1),
+    "states on disk": ("decoder", 2, ["layout.zero=1", "memory.optimizer=disk"], 1),
+    "delayed updates": ("decoder", 2, ["layout.zero=1", "memory.optimizer=host", "memory.update=delayed"], 1),
+    "parameters on disk": ("decoder", 2, ["layout.zero=3", "memory.parameters=disk", "memory.optimizer=disk"], 1),
 }
+LOSS_SCALING = "loss scaling"  # Float16 rounds: see the test of recipes
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +108,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job_of_case(folder: Path, name: str, *more: str) -> Job:
     model, _, settings, _ = CASES[name]
-    return job_of_model(folder, model, *settings, *more)
+    disk = [f"memory.folder={folder}"] if any("disk" in setting for setting in settings) else []
+    return job_of_model(folder, model, *settings, *disk, *more)
 
 
 @cache
 def as_written(ranks: Ranks, folder: Path, name: str) -> Trained:
-    trained: Trained = ranks.run(CASES[name][1], train_and_reassemble, job_of_case(folder, name), STEPS)[0]
+    trained: Trained = ranks.run(CASES[name][1], train_as_settings_say, job_of_case(folder, name), STEPS)[0]
     return trained
 
 
@@ -117,7 +128,16 @@ def test_compiled_blocks_compute_the_same(ranks: Ranks, folder: Path, name: str)
     assert [run.reason for run in runs] == [None] * count
     assert [run.graphs for run in runs] == [CASES[name][3]] * count
     assert runs[0].trained is not None
-    assert worst_difference(runs[0].trained, as_written(ranks, folder, name)) < TOLERANCE
+    tolerance = TOLERANCE if job.precision.recipe == "fp64" else TOLERANCE_OF_ROUNDED_MOMENTS
+    assert worst_difference(runs[0].trained, as_written(ranks, folder, name)) < tolerance
+
+
+def test_each_technique_that_goes_with_compiled_blocks_has_a_case(folder: Path) -> None:
+    techniques = {
+        each for name in CASES for each in used_techniques(effective_settings(dict(job_of_case(folder, name))))
+    }
+    row = {other for technique, other, cell in technique_pairs() if technique == "compiled blocks" and cell == "+"}
+    assert row - {"compiled blocks"} <= techniques | {LOSS_SCALING}
 
 
 @pytest.mark.proof
@@ -163,17 +183,29 @@ def test_float64_and_verify_compile_nothing(folder: Path) -> None:
     assert make_small_job(job, 8, STEPS).run.compile == "auto"  # Verifying trains on CPU ranks
 
 
+def test_ranks_that_compile_need_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-compiler")
+    refused(
+        "no-compiler is not on the PATH", check_compiler, job_of_model(folder, "decoder", "run.compile=blocks", FP32)
+    )
+    check_compiler(job_of_model(folder, "decoder", "run.compile=blocks"))  # Float64 compiles nothing
+
+
 def test_dropout_and_choices(folder: Path) -> None:
-    fp32, on = "precision.recipe=fp32", "run.compile=blocks"
+    fp32, on = FP32, "run.compile=blocks"
     off = "; set run.compile=off$"
     refused(
         f"^run.compile = 'blocks': model.dropout = 0.1: masks of .*{off}",
         build_of,
         job_of_model(folder, "decoder", fp32, on, dropout=0.1),
     )
-    refused(f"the model has layers of dropout: .*{off}", build_of, job_of_model(folder, "gpt2", fp32, on, dropout=0.1))
     refused(
-        "^run.compile = 'blocks': model.dropout = 0.1: masks .*; leave that out, or set",
+        f"has layers of dropout, such as '.*drop': masks .*{off}",
+        build_of,
+        job_of_model(folder, "gpt2", fp32, on, dropout=0.1),
+    )
+    refused(
+        "^run.compile = 'blocks': model.dropout = 0.1: masks .*; set model.dropout=0, or set run.compile=off$",
         check_compiler,
         job_of_model(folder, "decoder", fp32, on, dropout=0.1),
     )

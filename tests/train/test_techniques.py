@@ -156,9 +156,9 @@ REFUSED_BY_THE_TABLE = {
             "reproducible layouts": "run.reproducible = 'layout': compiled code may add in another order",
             "context parallelism": "layout.cp = 2: attention exchanges keys between ranks while a block runs",
             "activations on the host": "memory.activations = 'host': the tensors that a compiled block keeps",
-            "simulated device limit": "memory.device_limit = 68719476736: watching kernels shows eager ones",
-            "selective recomputation": "memory.recompute = 'selective': watching kernels shows eager ones",
-            "recomputation within a budget": "memory.recompute = 'auto': watching kernels shows eager ones",
+            "simulated device limit": "memory.device_limit = 68719476736: a setting that follows each kernel",
+            "selective recomputation": "memory.recompute = 'selective': a setting that follows each kernel",
+            "recomputation within a budget": "memory.recompute = 'auto': a setting that follows each kernel",
             "mixture of experts": "[model.experts]: experts compute with numbers of rows that follow from the data",
         }.items()
     },

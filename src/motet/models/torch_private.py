@@ -1,13 +1,14 @@
 """Private names of torch that models need, in one file to check against each new version of torch."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
 import torch.fx
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.modules.module import _has_any_global_hook
@@ -146,8 +147,11 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 # --- compilation, whose modules are imported where they are used: as slow as the rest of torch ---------
 
 _RANDOM_CALLS = {f"{name}{suffix}" for name in ("rand", "randint", "randn") for suffix in ("", "_like")} | {
-    *("bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "randperm", "uniform_")
+    *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_"),
+    *("multinomial", "normal", "normal_", "poisson", "random_", "randperm", "uniform_"),
 }
+# Functions that draw where an argument at this place, `dropout_p` or `training`, is neither zero nor false
+_RANDOM_BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10, "rrelu": 3}
 
 
 def has_kernel_modes() -> bool:
@@ -169,29 +173,37 @@ class GraphCompiler:
         """`around(graph)` is a context in which a graph is compiled; it may refuse the graph. torch's own limit on the
         graphs of a function is 8."""
         import torch._dynamo.config
-        import torch._functorch.config
         import torch._inductor.config
 
-        torch._dynamo.config.recompile_limit = max_graphs
-        # Else torch compiles a backward when it is first called, where a block cannot run eagerly any more.
-        torch._functorch.config.force_non_lazy_backward_lowering = True
-        # Where sizes differ between ranks, this pass could move collectives to other places on each of them.
-        torch._inductor.config.reorder_for_peak_memory = False
-        if not torch.cuda.is_available():  # Ranks that compile share the cores of the machine
+        self._options: dict[str, Any] = {"backend": self._backend, "recompile_limit": max_graphs}
+        if "recompile_limit" not in signature(torch.compile).parameters:  # Before torch 2.13 the process has one limit
+            torch._dynamo.config.recompile_limit = self._options.pop("recompile_limit")
+        is_chosen = "TORCHINDUCTOR_COMPILE_THREADS" in os.environ  # noqa: TID251  (a variable of torch)
+        if not torch.cuda.is_available() and not is_chosen:  # Ranks that compile share the cores of the machine
             torch._inductor.config.compile_threads = torch.get_num_threads()
         self._around = around
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Functions of one code object share graphs, as they have one backend."""
-        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend)
-        return compiled
+        compile_by: Any = torch.compile
+        return cast(Callable[..., Any], compile_by(function, fullgraph=True, dynamic=False, **self._options))
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        import torch._functorch.config
+        import torch._inductor.config
+
         _tag_recomputed_nodes(graph)
         config: Any = torch.compiler.config
         # torch chooses a kernel of attention while it traces, after it has made the key of its cache.
         tag = f"{config.cache_key_tag}{_cur_sdpa_kernel_backends(with_priority=True)}"
-        with self._around(graph), config.patch(cache_key_tag=tag):
+        with (
+            self._around(graph),
+            config.patch(cache_key_tag=tag),
+            # Else torch compiles a backward when it is first called, where a block cannot run eagerly any more.
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+            # Where sizes differ between ranks, this pass could move collectives to other places on each of them.
+            torch._inductor.config.patch(reorder_for_peak_memory=False),
+        ):
             return generate_code(graph, inputs, **options)
 
 
@@ -213,26 +225,26 @@ def generate_code(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **opt
     return cast(Callable[..., Any], code)
 
 
-def compile_problem(error: BaseException) -> str | None:
+def compile_problem(error: BaseException, *, max_graphs: int) -> str | None:
     """The problem of torch.compile with a function, in one line; None for an error of the code."""
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
     if isinstance(error, FailOnRecompileLimitHit):
-        return (
-            f"its inputs had {torch._dynamo.config.recompile_limit} kinds of shapes before, each of which took a graph"
-        )
+        return f"its inputs had {max_graphs} kinds of shapes before, each of which took a graph"
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, InputError):
         return str(error.inner_exception)
     if not isinstance(error, TorchDynamoException):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
+    lines = lines or [type(error).__name__]
     places = [line for line in lines if line.startswith("File ")]
     return f"{lines[0]}, {places[-1][0].lower() + places[-1][1:]}" if places else lines[0]
 
 
 def random_call(graph: torch.fx.GraphModule) -> str | None:
-    """The name of a function in a graph that draws random numbers; None without one."""
-    return next((name for node in graph.graph.nodes if (name := _random_name(node))), None)
+    """The name of a function that draws random numbers in a graph, or in a graph inside of it; None without one."""
+    graphs = (each.graph for each in graph.modules() if isinstance(each, torch.fx.GraphModule))
+    return next((name for each in graphs for node in each.nodes if (name := _random_name(node))), None)
 
 
 def _random_name(node: torch.fx.Node) -> str | None:
@@ -240,8 +252,9 @@ def _random_name(node: torch.fx.Node) -> str | None:
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     values = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
-    if name == F.scaled_dot_product_attention.__name__:
-        is_random = bool(node.kwargs.get("dropout_p")) or (len(node.args) > 4 and bool(node.args[4]))
+    if name in _RANDOM_BY_ARGUMENT:
+        named = node.kwargs.get("dropout_p", node.kwargs.get("training"))
+        is_random = bool(dict(enumerate(node.args)).get(_RANDOM_BY_ARGUMENT[name], named))
     elif "dropout" in name:
         is_random = values.get("p", 0.5) not in (0, 0.0) and values.get("training", True) is not False
     else:

@@ -103,11 +103,12 @@ def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int)
                 f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
             )
 
-    in_blocks = {inner for block in find_blocks(module) for inner in block.modules()}  # Relative positions, say
+    # Hooks would be part of the graphs of compiled blocks, whose forward is replaced.
+    in_graphs = {inner for block in find_blocks(module) if "forward" in vars(block) for inner in block.modules()}
     tables = [
         (name, inner)
         for name, inner in module.named_modules()
-        if isinstance(inner, nn.Embedding) and inner.num_embeddings < vocab_size and inner not in in_blocks
+        if isinstance(inner, nn.Embedding) and inner.num_embeddings < vocab_size and inner not in in_graphs
     ]
     handles = [table.register_forward_pre_hook(partial(check, name=name)) for name, table in tables]
     try:

@@ -149,7 +149,7 @@ REFUSALS: dict[str, str] = {
     "C": "the host reads rows of the next blocks ahead, which are not updated yet then",
     "F": "a replica is one shard group, and ranks of several replicas would compute parts of the same rows",
     "G": "workers of a parameter server compute whole rows",
-    "I": "watching kernels shows eager ones, and compiled code runs others",
+    "I": "a setting that follows each kernel of a step cannot see inside of a graph",
     "J": "layers wait for their own values in a forward, and a compiled block is one graph",
     "K": "compiled code may add in another order for another number of rows",
     "L": "attention exchanges keys between ranks while a block runs, which is no part of a graph",

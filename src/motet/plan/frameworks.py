@@ -163,8 +163,10 @@ class SoftwareStack:
 
     def assumption(self, has_measured_rates: bool) -> str:
         """A sentence on times that no step of the framework has checked; empty if there is nothing to say."""
-        if not self.assumed_from or has_measured_rates:
+        if not self.assumed_from or (has_measured_rates and not self.as_written):
             return ""
+        if has_measured_rates:
+            return "The bytes and the number of kernels of compiled blocks are assumed, from steps of torchtitan."
         return (
             f"The rates of motet's own kernels on GPUs are assumed, from steps of {self.assumed_from}, until the file "
             "of --cluster has measured [rates]."

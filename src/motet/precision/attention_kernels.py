@@ -61,14 +61,19 @@ def attention_remark(settings: PrecisionSettings, device_type: str) -> str | Non
 
 
 def attention_problem(
-    settings: PrecisionSettings, heads: Iterable[HeadSizes] = (), *, adds_bias: bool = False, adds_mask: bool = False
+    settings: PrecisionSettings,
+    heads: Iterable[HeadSizes] = (),
+    *,
+    on_gpu: bool = True,
+    adds_bias: bool = False,
+    adds_mask: bool = False,
 ) -> str:
-    """Why a CUDA device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
-    if settings.attention == "auto":
+    """Why a device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
+    if settings.attention == "auto" or not (on_gpu or _kernel(settings).is_on_cpu):
         return ""
     kernel, compute = _kernel(settings), settings.resolved.compute
     name, remedy = f"precision.attention = {settings.attention!r}", "write precision.attention=auto"
-    if compute not in kernel.dtypes:
+    if on_gpu and compute not in kernel.dtypes:
         recipes = " or ".join(key for key, recipe in RECIPES.items() if recipe.compute in kernel.dtypes)
         return f"{name} has no kernel for {compute} on a GPU; {remedy}, or set precision.recipe={recipes}"
     for head in heads:

@@ -16,8 +16,9 @@ def compile_blocks_of_job(module: nn.Module, job: Job, device: torch.device) -> 
     if choice == "off" or device.type == "meta" or (choice == "auto" and device.type != "cuda"):
         return None
     reason = reason_against_compiling(dict(job))
-    if reason is None and has_dropout(module):
-        reason = f"the model has layers of dropout: {DRAWS_MASKS}"
+    layers = (name for name, part in module.named_modules() if not [*part.children()] and has_dropout(part))
+    if reason is None and (layer := next(layers, None)):
+        reason = f"the model has layers of dropout, such as {layer!r}: {DRAWS_MASKS}"
     if reason is None:
         return compile_blocks(module, falls_back=choice == "auto")
     check_input(

@@ -164,9 +164,8 @@ class RunReport:
         compiled = self.parts.engine.compiled
         if compiled is not None and compiled.reason not in (None, self._uncompiled):
             self._uncompiled = compiled.reason
-            self.monitor.on_event(
-                WarningIssued(text=f"blocks run eagerly, not compiled: {compiled.reason} (run.compile=off: no warning)")
-            )
+            remedy = "set run.compile=off to leave the warning out"
+            self.monitor.on_event(WarningIssued(text=f"blocks run eagerly, not compiled: {compiled.reason}; {remedy}"))
 
     def report_sample(self) -> None:
         """Let the trained model continue the job's prompt; all ranks call this."""

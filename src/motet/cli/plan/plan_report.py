@@ -397,7 +397,7 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
 
 def rates_note(step: PlannedStep, cluster: PlannedCluster) -> str:
     """A sentence on the rates of motet's kernels that nobody has measured on the devices of a cluster, or nothing."""
-    return step.stack.assumption(cluster.measured is not None)
+    return step.block_stack.assumption(cluster.measured is not None)
 
 
 def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> str:

@@ -47,12 +47,13 @@ class AttentionExchange(Protocol):
 
 # Set around the forward and the backward of a module that runs on a part of each row: recomputation reads it too.
 attention_exchange: ContextVar[AttentionExchange | None] = ContextVar("attention_exchange", default=None)
+_has_exchange = torch.compiler.assume_constant_result(lambda: attention_exchange.get() is not None)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
     """q [R, h, T, D], k [R, kv, S, D], v [R, kv, S, Dv] -> [R, h, T, Dv]. kv divides h."""
-    # A compiled block runs without an exchange, and torch.compile cannot trace a context variable.
-    exchange = None if torch.compiler.is_compiling() else attention_exchange.get()
+    # torch.compile cannot trace a context variable. Where one holds an exchange, attention is in no graph.
+    exchange = None if torch.compiler.is_compiling() and not _has_exchange() else attention_exchange.get()
     if exchange is None:
         return _attend_locally(q, k, v, mask=mask, options=options)
     running = attention_exchange.set(None)  # Attention that the exchange itself calls is that of this rank alone

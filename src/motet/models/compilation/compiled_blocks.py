@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.core.trace import log_if_slow
+from motet.models.arch.attention_mask import AttentionMask
 from motet.models.torch_private import (
     GraphCompiler,
     compile_problem,
@@ -44,8 +45,8 @@ class CompiledBlocks:
         self._failed = set[Hashable]()  # Calls that run eagerly, also where backward recomputes them
         if not blocks:
             return
-        max_graphs = MAX_GRAPHS_OF_AUTO if falls_back else MAX_GRAPHS
-        compiler = GraphCompiler(self._around_compilation, max_graphs=max_graphs)
+        self._max_graphs = MAX_GRAPHS_OF_AUTO if falls_back else MAX_GRAPHS
+        compiler = GraphCompiler(self._around_compilation, max_graphs=self._max_graphs)
         for block in blocks:
             written: Callable[..., Any] = block.forward
             call = partial(self._call, block, written, compiler.compile(written))
@@ -81,7 +82,7 @@ class CompiledBlocks:
             with without_function_modes():
                 return compiled(*args, **kwargs)
         except Exception as error:
-            problem = compile_problem(error)
+            problem = compile_problem(error, max_graphs=self._max_graphs)
             if problem is None:
                 raise
             reason = f"torch.compile cannot make one graph of {type(block).__name__}.forward: {problem}"
@@ -93,9 +94,10 @@ class CompiledBlocks:
 
 
 def _kind_of_call(block: nn.Module, arguments: Sequence[Any]) -> Hashable:
-    """A call of a block, by the class of the block and the shapes of its arguments."""
-    tensors = tree_leaves(list(arguments))
-    return type(block), *((t.shape, t.dtype, t.requires_grad) for t in tensors if isinstance(t, Tensor))
+    """A call of a block, by the shapes of its arguments. Blocks of one class may differ: dense ones, and experts."""
+    sequences = [each.sequence for each in arguments if isinstance(each, AttentionMask)]
+    tensors = tree_leaves([*arguments, *(each.starts for each in sequences if each is not None)])
+    return block, *((t.shape, t.dtype, t.requires_grad) for t in tensors if isinstance(t, Tensor))
 
 
 def _let_graphs_be_shared(block: nn.Module) -> None:

@@ -40,7 +40,7 @@ class KernelRow:
 
 _CPU_NORM = "measured: 4096 x 256, one thread: 1.5 ms instead of 7.7 in float32, 3.0 instead of 10.2 in bfloat16"
 _CPU_GATE = "measured: 4096 x 688 float32, one thread: 12 ms instead of 19-33 by autograd"
-_LAUNCHES = "assumed: launches of fewer elements take longer than the bytes that they save; no GPU has run it"
+_LAUNCHES = "assumed: with fewer elements a launch takes longer than the traffic that it saves; no GPU has run it"
 _NARROW = ("float32", "bfloat16", "float16")  # float64 is for comparisons: there a kernel does not change bits
 # The table without the rows of a file, in the order in which they are tried.
 ROWS: tuple[KernelRow, ...] = (

@@ -100,12 +100,13 @@ def _check_context(job: Job, layout: Layout) -> None:
 
 
 def _check_attention(job: Job) -> None:
-    """Refuse a kernel of attention that a GPU does not have for the dtype or the heads of the model."""
-    if job.run.device == "cuda" or _may_have_gpus(job):
-        spec, adds_bias = model_spec(job), isinstance(job.model, EncoderDecoderSettings)
-        heads, adds_mask = spec.attention if spec else (), _needs_mask_of_pairs(job)
-        problem = attention_problem(job.precision, heads, adds_bias=adds_bias, adds_mask=adds_mask)
-        check_input(not problem, problem)
+    """Refuse a kernel of attention that does not fit the model; on a CPU, one that cannot add learned scores."""
+    on_gpu = job.run.device == "cuda" or _may_have_gpus(job)
+    spec, adds_mask = model_spec(job) if on_gpu else None, on_gpu and _needs_mask_of_pairs(job)
+    adds_bias = isinstance(job.model, EncoderDecoderSettings)
+    heads = spec.attention if spec else ()
+    problem = attention_problem(job.precision, heads, on_gpu=on_gpu, adds_bias=adds_bias, adds_mask=adds_mask)
+    check_input(not problem, problem)
 
 
 def _needs_mask_of_pairs(job: Job) -> bool:
@@ -282,13 +283,13 @@ def check_memory(job: Job, local_processes: range, workers: int) -> None:
 def check_compiler(job: Job) -> None:
     """Refuse compiled blocks that a job cannot have, or on CPU ranks of a machine without a compiler of C++."""
     reason = reason_against_compiling(dict(job)) if job.run.compile == "blocks" else None
+    remedy = "set model.dropout=0" if reason and reason.startswith("model.dropout") else "leave that out"
     check_input(
-        reason in (None, COMPARES_IN_FLOAT64),
-        f"run.compile = 'blocks': {reason}; leave that out, or set run.compile=off",
+        reason in (None, COMPARES_IN_FLOAT64), f"run.compile = 'blocks': {reason}; {remedy}, or set run.compile=off"
     )
     name = os.environ.get("CXX") or "g++"  # noqa: TID251  (the convention of compilers, which torch follows)
     check_input(
-        job.run.compile != "blocks" or _may_have_gpus(job) or shutil.which(name),
+        job.run.compile != "blocks" or reason is not None or _may_have_gpus(job) or shutil.which(name),
         f"run.compile = 'blocks' on CPU ranks needs a C++ compiler, and {name} is not on the PATH; install it (on "
         "Debian: apt-get install g++), name another by the variable CXX, or set run.compile=off",
     )
