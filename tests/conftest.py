@@ -1,9 +1,11 @@
-"""Fixtures for every test: the pool of rank processes, and the switch that writes golden files anew."""
+"""Fixtures for every test: the command, the pool of rank processes, and the switch that writes golden files anew."""
 
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -52,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("no_cover")
 
 
+def pytest_collection_finish() -> None:
+    """Measure the machine once for the runs of this process, where tests train in it."""
+    if "motet.train.build" in sys.modules:
+        from motet.train.forecast import step_forecast
+        from one_measurement import measure_once
+
+        measure_once(step_forecast)
+
+
 @pytest.fixture(autouse=True)
 def processes_count_lines_with_their_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that a test starts count lines where the test does."""
@@ -63,6 +74,23 @@ def processes_count_lines_with_their_test(request: pytest.FixtureRequest, monkey
 @pytest.fixture(scope="session")
 def regenerate(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--regenerate"))
+
+
+@pytest.fixture
+def motet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command in this process, where torch has been imported; ranks are processes of their own."""
+    from motet.cli.main import main
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["motet", *arguments])
+        with pytest.raises(SystemExit) as done:
+            main()
+        code = done.value.code
+        return subprocess.CompletedProcess(arguments, code if isinstance(code, int) else 0, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,10 @@ import torch
 from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed import distributed_c10d
 
+from motet.cluster import local_device
 from motet.parallel.process.process_group import start_process_group
 from motet.train.launch.failures import RankExitRecord, run_and_record
+from one_measurement import measure_once
 from ranks import Call
 
 
@@ -30,6 +32,7 @@ def fork_workers(handle: int) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # Many tests: what some need, all ranks get
         for module in ("torch._dynamo", "transformers.modeling_utils", "motet.train.build"):
             import_module(module)
+    measure_once(local_device)  # Before a module that predicts steps takes the functions from there
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported stays; what a test leaves, a group's memory among it, is collected soon

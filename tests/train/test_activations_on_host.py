@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -164,12 +165,11 @@ def test_a_host_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
     check_memory(on_device, range(1), 1)  # Activations of the device are no part of the lower bound
 
 
-def test_a_layout_report_has_the_bytes_of_activations(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "motet", "show", "layout", "dp=2 zero=1", "--job", "tiny"]
-    reports = [
-        json.loads(subprocess.run([*command, *more, "--json"], capture_output=True, check=True).stdout)
-        for more in ([], ["memory.activations=host"])
-    ]
+def test_a_layout_report_has_the_bytes_of_activations(
+    motet: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    words = ["show", "layout", "dp=2 zero=1", "--job", "tiny"]
+    reports = [json.loads(motet(*words, *more, "--json").stdout) for more in ([], ["memory.activations=host"])]
     job = load_job("tiny", ["layout.zero=1", "layout.dp=2", "memory.activations=host"])
     memory = predict_step_memory(job, job.layout_for(2))[0]
     device, host = (report["ranks"][0] for report in reports)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -195,9 +196,11 @@ def test_tiny_on_the_command_line(tmp_path: Path, settings: list[str], least: in
     assert refused.stderr.startswith("motet: memory.device_limit = 67108864 (64 MiB) is less than")
 
 
-def test_a_rehearsal_refuses_a_limit_that_a_run_would_pass() -> None:
+def test_a_rehearsal_refuses_a_limit_that_a_run_would_pass(
+    motet: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     words = ["train", "tiny", "--rehearse", "--ranks", "4", "layout.zero=2", "memory.device_limit=100MiB"]
-    done = subprocess.run([sys.executable, "-m", "motet", *words], capture_output=True, text=True, check=False)
+    done = motet(*words)
     assert done.returncode == 2 and "memory.device_limit = 104857600 (100 MiB) is less than the" in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,25 @@ SPLIT = {
 }
 
 
+COMMON = *EVERY_STEP, "layout.microbatches=2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("numerics")
+
+
+@cache
+def numbers_of_one_rank(ranks: Ranks, folder: Path) -> list[NumericsMeasured]:
+    ((reference, _),) = ranks.run(1, measure, small_job(folder, *COMMON), folder / "one")
+    return reference
+
+
 @pytest.mark.parametrize("layout", SPLIT)
-def test_split_tensors_are_counted_once(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    common = *EVERY_STEP, "layout.microbatches=2"
-    ((reference, _),) = ranks.run(1, measure, small_job(tmp_path, *common), tmp_path / "one")
+def test_split_tensors_are_counted_once(ranks: Ranks, folder: Path, layout: str) -> None:
     world, settings = SPLIT[layout]
-    for measured, _ in ranks.run(world, measure, small_job(tmp_path, *common, *settings), tmp_path / "split"):
-        for event, reference_event in zip(measured, reference, strict=True):
+    for measured, _ in ranks.run(world, measure, small_job(folder, *COMMON, *settings), folder / "split"):
+        for event, reference_event in zip(measured, numbers_of_one_rank(ranks, folder), strict=True):
             for kind in ALL_KINDS:
                 assert_alike(
                     counted(event, kind), counted(reference_event, kind), exact=kind == "weights" and event.step == 1

@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from train.test_parameters_on_host import (
     check_resumed,
     check_same,
     job_of,
-    motet,
 )
 
 __all__ = ["memory_cgroup"]
@@ -198,7 +198,7 @@ def test_parameters_on_disk_need_states_there(tmp_path: Path) -> None:
         load_job("tiny", ["layout.zero=3", "memory.parameters=host", "memory.optimizer=host", "memory.window=3"])
 
 
-def test_a_layout_shows_reads_of_rows(tmp_path: Path) -> None:
+def test_a_layout_shows_reads_of_rows(tmp_path: Path, motet: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     words = ["memory.optimizer=disk", f"memory.folder={tmp_path}", "memory.parameters=disk"]
     shown = motet("show", "layout", "dp=2 zero=3", "--job", "tiny", *words)
     assert "which reads 35.8 MiB and writes 22.7 MiB of files" in shown.stdout
