@@ -156,12 +156,11 @@ def test_compiled_code_goes_to_the_cache_folder(motet: Motet, monkeypatch: pytes
 
 # --- whole runs ------------------------------------------------------------------------------------
 def test_a_run_its_stop_and_its_end(motet: Motet) -> None:
-    """On one rank, which starts sooner; the runs below have two."""
-    first = motet("train", "small.toml", "--json", "run.ranks=1", "run.stop_at=4")
+    first = motet("train", "small.toml", "--json", "run.stop_at=4")
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     assert told == summary("runs/small-001")
-    assert (told["steps"], told["last_step"], told["finished"], told["ranks"]) == (4, 6, False, 1)
+    assert (told["steps"], told["last_step"], told["finished"], told["ranks"]) == (4, 6, False, 2)
     assert "continue from step 4 with: motet train --resume-from runs/small-001" in first.stderr
     assert "step 4/6" in first.stderr
     second = motet("train", "--resume")
@@ -175,7 +174,7 @@ def test_a_run_its_stop_and_its_end(motet: Motet) -> None:
     assert files >= {"job.toml", "versions.json", "events.jsonl", "summary.json", "checkpoints", "logs"}
     starts = json.loads(Path("runs/small-001/versions.json").read_text())
     assert [start["command_line"][-1] for start in starts] == ["run.stop_at=4", "--resume"]
-    assert {(start["ranks"], start["threads"]) for start in starts} == {(1, 1)}
+    assert {(start["ranks"], start["threads"]) for start in starts} == {(2, 1)}
     assert load_job("runs/small-001/job.toml").run.stop_at is None
 
 
