@@ -21,7 +21,6 @@ from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from train.runs import Trained, small_job
 
 STEPS = 10
-FEW_STEPS = 5  # Of tests of many layouts: learning rates have grown and fall by then
 OWN = "vocab_size=260, context=24, layers=2, hidden=48"
 GPT2_LIKE = "norm='layer', bias=true, positions='learned', gated=false, activation='gelu_tanh', tied=true"
 # Model -> its settings, and other ones of the job.

@@ -10,7 +10,7 @@ from covering_array import Case, covering_array, uncovered_pairs
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 from train.runs import Trained, worst_difference
-from train.tensor_parallel_runs import FEW_STEPS, job_of_model, train_and_reassemble
+from train.tensor_parallel_runs import STEPS, job_of_model, train_and_reassemble
 
 ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 MAX_RANKS = 8
@@ -75,7 +75,7 @@ def settings_of(case: Case) -> tuple[str, ...]:
 @cache
 def alone(folder: Path, model: str, dropout: float, settings: tuple[str, ...]) -> Trained:
     """The same job on one device."""
-    trained = train_and_reassemble(ALONE, job_of_model(folder, model, *settings, dropout=dropout), FEW_STEPS)
+    trained = train_and_reassemble(ALONE, job_of_model(folder, model, *settings, dropout=dropout))
     assert trained is not None and trained.losses[-1] < trained.losses[0]
     return trained
 
@@ -88,14 +88,14 @@ def name_of(case: Case) -> str:
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in CASES)], ids=lambda c: name_of(c)
 )
 def test_ranks_train_as_one_device(ranks: Ranks, folder: Path, case: Case) -> None:
-    """Loss, norm, all gradients, and parameters after five steps; a replica check finds no different copies."""
+    """Loss, norm, all gradients, and parameters after ten steps; a replica check finds no different copies."""
     words = f"{case['context']} {case['others']} microbatches={case['microbatches']}".split()
     layout = [f"layout.{word}" for word in words]
     settings = settings_of(case)
     job = job_of_model(
         folder, case["model"], *layout, *settings, "monitor.replica_check_every=5", dropout=case["dropout"]
     )
-    trained, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, FEW_STEPS, timeout_s=300)
+    trained, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, STEPS, timeout_s=300)
     assert trained is not None
     expected = alone(folder, case["model"], case["dropout"], settings)
     assert worst_difference(trained, expected) < (1e-4 if "precision.recipe=fp32" in settings else TOLERANCE)

@@ -10,7 +10,7 @@ from covering_array import Case, covering_array, uncovered_pairs
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 from train.runs import Trained, worst_difference
-from train.tensor_parallel_runs import FEW_STEPS, MODELS, job_of_model, train_and_reassemble
+from train.tensor_parallel_runs import MODELS, STEPS, job_of_model, train_and_reassemble
 
 ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 MAX_RANKS = 8
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def alone(folder: Path, model: str, dropout: float) -> Trained:
     """The same job on one device."""
-    trained = train_and_reassemble(ALONE, job_of_model(folder, model, dropout=dropout), FEW_STEPS)
+    trained = train_and_reassemble(ALONE, job_of_model(folder, model, dropout=dropout))
     assert trained is not None and trained.losses[-1] < trained.losses[0]
     return trained
 
@@ -76,7 +76,7 @@ def name_of(case: Case) -> str:
     return " ".join(str(value).replace(" ", ",") for value in case.values())
 
 
-def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str, steps: int = FEW_STEPS) -> Trained:
+def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str, steps: int = STEPS) -> Trained:
     job = job_of_model(folder, case["model"], *layout_settings(case), *overrides, dropout=case["dropout"])
     first, *_ = ranks.run(ranks_of(case), train_and_reassemble, job, steps, timeout_s=300)
     assert first is not None
@@ -87,7 +87,7 @@ def trained_on(ranks: Ranks, folder: Path, case: Case, *overrides: str, steps: i
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in CASES)], ids=lambda c: name_of(c)
 )
 def test_ranks_train_as_one_device(ranks: Ranks, folder: Path, case: Case) -> None:
-    """Loss, norm, all gradients, and parameters after five steps; a replica check finds no different copies."""
+    """Loss, norm, all gradients, and parameters after ten steps; a replica check finds no different copies."""
     # Without dropout, attention with a trained table of positions has other bits where no gradient is needed.
     checks = () if (case["model"], case["dropout"]) == ("t5", 0.0) else ("monitor.replica_check_every=5",)
     found = trained_on(ranks, folder, case, *checks)
@@ -103,8 +103,8 @@ ADAPTERS = "model.adapters={rank=3, targets=['*q_proj', '*v_proj', '*o_proj', '*
 )
 def test_adapters_train_as_on_one_device(ranks: Ranks, folder: Path, layout: str) -> None:
     job = job_of_model(folder, "llama", ADAPTERS, *(f"layout.{word}" for word in layout.split()))
-    found, *_ = ranks.run(job.layout.dims.ranks, train_and_reassemble, job, FEW_STEPS)
-    expected = train_and_reassemble(ALONE, job_of_model(folder, "llama", ADAPTERS), FEW_STEPS)
+    found, *_ = ranks.run(job.layout.dims.ranks, train_and_reassemble, job)
+    expected = train_and_reassemble(ALONE, job_of_model(folder, "llama", ADAPTERS))
     assert expected is not None and {name.rpartition(".")[2] for name in expected.gradients} == {
         "adapter_a",
         "adapter_b",
