@@ -21,7 +21,7 @@ from motet.models.arch.layers import accumulation_dtype
 from motet.models.kernels.choice import kernel_device
 from motet.models.kernels.head_sizes import takes_heads
 from motet.models.kernels.variable_length import variable_length_kernel
-from motet.models.torch_private import is_amx_supported, softmax_backward, softmax_or_zeros
+from motet.models.torch_private import constant_in_graphs, is_amx_supported, softmax_backward, softmax_or_zeros
 
 QUERIES_PER_BLOCK = 128
 MAX_KEY_LENGTH = 512
@@ -47,7 +47,7 @@ class AttentionExchange(Protocol):
 
 # Set around the forward and the backward of a module that runs on a part of each row: recomputation reads it too.
 attention_exchange: ContextVar[AttentionExchange | None] = ContextVar("attention_exchange", default=None)
-_has_exchange = torch.compiler.assume_constant_result(lambda: attention_exchange.get() is not None)
+_has_exchange = constant_in_graphs(lambda: attention_exchange.get() is not None)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, options: ScoreOptions) -> Tensor:
