@@ -123,6 +123,7 @@ def measure_update(device: str) -> dict[str, Any]:
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
     from motet.train.optimizer.replayed_calls import ReplayedCalls, cuda_graph_capture
 
+    replays = 0
     indices, shape, seconds, results = range(MASTERS[device]), (_MASTER_ELEMENTS[device],), dict[str, float](), []
     for way, capture in {"launches": None, "graph": cuda_graph_capture(torch.device(device))}.items():
         torch.manual_seed(0)
@@ -134,4 +135,5 @@ def measure_update(device: str) -> dict[str, Any]:
         adamw._calls = ReplayedCalls(capture)
         seconds[way] = seconds_of(partial(adamw.update, masters, gradients, states, scale=_SCALE), device, _CALLS)
         results.append(torch.stack([*masters.values()]))
-    return {"seconds": seconds, "is_same": torch.equal(*results)}
+        replays = max((each.replays for each in adamw._calls._last_calls.values()), default=0)  # Of `graph` at last
+    return {"seconds": seconds, "is_same": torch.equal(*results), "replays": replays}

@@ -18,10 +18,11 @@ the same for all devices.
 | `torch` | operators of PyTorch that take few kernels on any device |
 | `triton` | a kernel in Triton, forward and backward |
 
-The first row that matches decides. Rows of `triton` need Triton, which CUDA builds of PyTorch bring. They also need the
-C compiler that Triton calls at its first launch. It is the one that the variable `CC` names, or else `gcc` or `clang`
-on the `PATH`. On a GPU it must compile Triton's driver. That takes the headers of Python, and a `libcuda.so.1` that
-`ldconfig -p` lists. Without one of these the next row decides.
+The first row that matches decides. Rows of `triton` need Triton, which CUDA builds of PyTorch bring. They also need
+the C compiler that Triton calls at its first launch. It is the one that the variable `CC` names, or else `gcc` or
+`clang` on the `PATH`. On a GPU this compiler must also make Triton's driver, which needs the headers of Python and a
+`libcuda.so.1` that `ldconfig -p` lists. Without one of these the next row decides; a driver that
+cannot be made gives a warning.
 
 """
 _REST = """
@@ -55,8 +56,9 @@ and the factor of gradients are in a buffer of the device, which the host fills 
 
 On CPU ranks, gradients of stage 3 move in nearly all steps. motet copies none for a graph. At stage 3, parameters in
 buckets have another graph than the rows of FSDP2. With `communication.overlap = "forward"` at stage 0 each bucket has
-one. After 8 updates elsewhere without 4 replays between them, motet captures no more graphs for these masters. After a
-capture that fails, motet warns, launches the kernels one by one, and captures nothing in the rest of the run.
+one. If tensors move 8 times in a row, each time after fewer than 4 replays, motet captures no more graphs for these
+masters. After a capture that fails, motet warns, launches the kernels one by one, and uses no graph in the rest of
+the run.
 
 motet captures on a side stream, in the mode `thread_local`. It does not empty the caches of PyTorch's allocators, as
 `torch.cuda.graph` does. The captured kernels allocate no memory. On CPU ranks, tests replay updates at every stage with

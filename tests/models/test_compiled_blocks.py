@@ -164,7 +164,7 @@ class Passing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))  # type: ignore[operator]  # a function of torch
 
 
-def test_what_runs_as_written() -> None:
+def test_what_runs_eagerly() -> None:
     module = decoder()
     blocks = compile_blocks(module, falls_back=False)
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_random_numbers_in_a_graph_are_refused() -> None:
 
 
 @pytest.mark.parametrize("block", [Breaking(), Dropping(0.5)])
-def test_auto_runs_as_written_what_cannot_be_one_graph(block: nn.Module) -> None:
+def test_auto_runs_eagerly_what_cannot_be_one_graph(block: nn.Module) -> None:
     x, module = torch.ones(3, 4, requires_grad=True), Blocks(block)
     torch.manual_seed(3)
     expected = module(x)
@@ -270,7 +270,7 @@ def test_a_run_with_another_kernel_of_attention_does_not_read_the_code_of_the_fi
     ]
 
 
-def test_ever_new_shapes_run_as_written() -> None:
+def test_ever_new_shapes_run_eagerly() -> None:
     """Calls of earlier shapes stay compiled, so that a recomputation is what its forward was."""
     module = Blocks(nn.Linear(4, 4), nn.Linear(4, 4))
     blocks = compile_blocks(module, falls_back=True)
@@ -280,16 +280,17 @@ def test_ever_new_shapes_run_as_written() -> None:
     assert f"its inputs had {MAX_GRAPHS_OF_AUTO} kinds of shapes before" in blocks.reason
 
 
-@pytest.mark.parametrize("second", [Breaking(), Doubling(breaks=True)])
-def test_recomputation_of_compiled_and_written_blocks(second: nn.Module) -> None:
+@pytest.mark.parametrize("make", [Breaking, lambda: Doubling(breaks=True)])
+def test_recomputation_of_compiled_and_eager_blocks(make: Callable[[], nn.Module]) -> None:
     """The first block is compiled in its forward, before the second one cannot be: so it is in its recomputation."""
-    module, x = Blocks(Doubling(), second).double(), torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    module, x = Blocks(Doubling(), make()).double(), torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(module(x).sum(), x)
     blocks = compile_blocks(module, falls_back=True)
     y = x
     for block in module.blocks:
         y = checkpoint(block, y, use_reentrant=False)
     (gradient,) = torch.autograd.grad(y.sum(), x)
+    # Decompositions of a graph round in another order.
     assert (gradient - expected).abs().max() < 1e-12 and blocks.graphs == 1 and blocks.reason is not None
 
 

@@ -17,7 +17,7 @@ def compile_blocks_of_job(module: nn.Module, job: Job, device: torch.device) -> 
         return None
     reason = reason_against_compiling(dict(job))
     layers = (name for name, part in module.named_modules() if not [*part.children()] and has_dropout(part))
-    if reason is None and (layer := next(layers, None)):
+    if reason is None and (layer := next(layers, None)) is not None:
         reason = f"the model has layers of dropout, such as {layer!r}: {DRAWS_MASKS}"
     if reason is None:
         return compile_blocks(module, falls_back=choice == "auto")

@@ -152,8 +152,7 @@ class RunReport:
             self.monitor.on_event(WarningIssued(text=text))
 
     def _graphs_of_step(self) -> int:
-        """The graphs that were compiled since the last call; the reason is reported where blocks began to run as
-        written."""
+        """The graphs since the last call; the reason is reported where blocks began to run eagerly."""
         if (compiled := self.parts.engine.compiled) is None:
             return 0
         before, self._graphs = self._graphs, compiled.graphs

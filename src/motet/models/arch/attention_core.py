@@ -67,7 +67,8 @@ def choose_kernel(
     mask: AttentionMask, x: Tensor, shape: torch.Size, *, document_count: int | None = None
 ) -> AttentionMask:
     """The mask, which knows the kernel of variable length for activations like x if there is one, or has its dense form
-    for them. Called before the blocks, so that no block makes starts or a dense form again. `shape` is [R, T]."""
+    for them. Called before the blocks, for all of them; only heads or scores that the kernel does not take make a dense
+    form later. `shape` is [R, T]."""
     if attention_exchange.get() is None:
         if (kernel := variable_length_kernel(x)) is not None:
             mask.use_kernel(kernel, *shape, device=x.device, count=document_count)

@@ -7,6 +7,7 @@ docs/reference/kernels.md describes them. The first row that matches decides. Ro
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -98,14 +99,15 @@ def _matching_rows(kernel: KernelName, device: str, dtype: str, *, name: str) ->
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which CUDA builds of torch bring, and the C compiler that its first launch calls. On
-    a GPU also whether that compiles Triton's driver, from headers of Python and the library of CUDA."""
+    """Whether Triton is installed, which CUDA builds of torch bring, and the C compiler that its first launch calls.
+    On a GPU also whether this compiler makes its driver, which needs the headers of Python and the library of CUDA."""
     names = [os.environ.get("CC")] if "CC" in os.environ else ["gcc", "clang"]  # noqa: TID251  (Triton reads CC too)
     if find_spec("triton") is None or not any(name and shutil.which(name) for name in names):
         return False
     try:
         return not torch.cuda.is_available() or bool(import_module("triton.runtime").driver.active.utils)
-    except Exception:  # noqa: BLE001  # Triton raises errors of many kinds
+    except Exception as error:  # noqa: BLE001  # Triton raises errors of many kinds
+        warnings.warn(f"Triton's kernels are left out, as its driver cannot be made: {error}", stacklevel=2)
         return False
 
 
@@ -121,7 +123,8 @@ def measured_path() -> Path | None:
 
 
 def read_measured_rows() -> dict[str, list[KernelRow]]:
-    """The measured rows of each device; a file that is absent, damaged or another user's counts as empty."""
+    """The measured rows of each device; a file that is absent, damaged or another user's counts as empty. The first
+    row that matches decides."""
     path = measured_path()
     try:
         if path is not None and path.stat().st_uid == os.getuid():

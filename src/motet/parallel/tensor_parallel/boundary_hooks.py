@@ -61,7 +61,7 @@ class Boundary:
         comm = self.comm
         if torch.compiler.is_compiling() and self.group.world > 1:  # With gradients, so ranks split the sequence
             pair, number = (comm.operation, comm.conjugate), self._group_number
-            return communicate_in_graph(x, *pair, dim=comm.dim, group=number, is_recomputed=is_recomputed)
+            return communicate_in_graph(x, pair, dim=comm.dim, group=number, is_recomputed=is_recomputed)
         if (comm.operation, comm.side) == ("split", "input") and comm.dim >= 0:
             self.sequence.begin(x.shape[comm.dim])
         operation = self.sequence.operation(comm)

@@ -48,27 +48,19 @@ class _GraphBoundary(torch.autograd.Function):
         if operation == "copy":
             return x.view_as(x)
         place = {"dim": ctx.dim, "group": ctx.group}
-        communicated: Tensor = _communicate(x, operation=operation, **place, is_recomputed=is_recomputed)
-        return communicated
+        return cast(Tensor, _communicate(x, operation=operation, **place, is_recomputed=is_recomputed))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         if ctx.conjugate == "copy":
             return gradients[0], None
-        gradient: Tensor = _communicate(gradients[0], operation=ctx.conjugate, dim=ctx.dim, group=ctx.group)
-        return gradient, None
+        return cast(Tensor, _communicate(gradients[0], operation=ctx.conjugate, dim=ctx.dim, group=ctx.group)), None
 
 
 def communicate_in_graph(
-    x: Tensor,
-    operation: BoundaryOperation,
-    conjugate: BoundaryOperation,
-    *,
-    dim: int,
-    group: int,
-    is_recomputed: bool = False,
+    x: Tensor, pair: tuple[BoundaryOperation, BoundaryOperation], *, dim: int, group: int, is_recomputed: bool
 ) -> Tensor:
-    """Communicate an activation, with the conjugate operation on its gradient. With `is_recomputed` backward
-    communicates the activation again, and the graph does not keep the result."""
+    """Communicate an activation by the first operation of a pair, and its gradient by the second, the conjugate.
+    With `is_recomputed` backward communicates the activation again, and the graph does not keep the result."""
     apply: Any = _GraphBoundary.apply
-    return cast(Tensor, apply(x, (operation, conjugate, dim, group, is_recomputed)))
+    return cast(Tensor, apply(x, (*pair, dim, group, is_recomputed)))
