@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,7 +209,8 @@ def test_triton_needs_a_driver_that_compiles_on_a_gpu(monkeypatch: pytest.Monkey
         monkeypatch.setattr(choice, name, value)
     runtime.which = lambda name: name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choice.has_triton.__wrapped__() is compiles
+    with nullcontext() if compiles else pytest.warns(match="its driver cannot be made"):
+        assert choice.has_triton.__wrapped__() is compiles
 
 
 def test_a_model_trains_where_triton_cannot_be_imported() -> None:
