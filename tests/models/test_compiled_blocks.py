@@ -128,7 +128,7 @@ class MultiHead(nn.MultiheadAttention):
     def __init__(self, *, dropout: float) -> None:
         super().__init__(4, 2, dropout)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # of one tensor
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x[None], x[None], x[None], need_weights=False)[0][0]
         return y
 

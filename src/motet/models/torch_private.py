@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from motet.core.errors import InputError
-
-T = TypeVar("T")
 
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
@@ -166,10 +164,10 @@ def without_function_modes() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-def constant_in_graphs(function: Callable[[], T]) -> Callable[[], T]:
+def constant_in_graphs(function: Any) -> Any:
     """A function whose result a graph keeps, as `torch.compiler.assume_constant_result` makes it; that one imports the
     compiler, which takes seconds."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
+    function._dynamo_marked_constant = True
     return function
 
 

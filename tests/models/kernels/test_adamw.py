@@ -78,6 +78,16 @@ class Net(nn.Module):
         self.first, self.norm, self.last = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)
 
 
+def forward_and_backward(optimizer: ShardedOptimizer, net: nn.Module, step: int) -> None:
+    """Begin a step whose gradients differ by element and step."""
+    optimizer.begin_step()
+    optimizer.sharded_parameters.begin_backward(is_first=True, is_last=True)
+    for parameter in net.parameters():
+        ramp = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
+        ((0.5 + ramp / 7).to(parameter.dtype) * step * parameter).sum().backward()
+    optimizer.sharded_parameters.end_backward()
+
+
 def optimizer_of(net: nn.Module, recipe: str, zero: int) -> ShardedOptimizer:
     groups = ({"match": ("last.*",), "learning_rate_scale": 0.5, "weight_decay": 0.3},)
     tree: dict[str, Any] = {"learning_rate": RATE, "betas": BETAS, "weight_decay": DECAY, "groups": groups}
@@ -111,12 +121,7 @@ def check_steps(recipe: str, zero: int) -> None:
     for flat in cast:
         flat.cast_masters = None  # type: ignore[assignment]  # The update writes parameters, and nothing casts
     for step in range(1, 4):
-        optimizer.begin_step()
-        sharded.begin_backward(is_first=True, is_last=True)
-        for parameter in net.parameters():
-            ramp = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
-            ((0.5 + ramp / 7).to(parameter.dtype) * step * parameter).sum().backward()
-        sharded.end_backward()
+        forward_and_backward(optimizer, net, step)
         with recorded_launches() as launches, optimizer.capture_gradients() as captured:
             optimizer.update(RATE, gradient_scale=0.25)
         assert len(launches) == len(sharded.optimizer_groups) == len(captured)
@@ -194,12 +199,7 @@ def state_after(
             optimizer._update_masters(dict(zip(gradients, moved[-len(gradients) :], strict=True)))
 
         for step in range(1, STEPS + 1):
-            optimizer.begin_step()
-            sharded.begin_backward(is_first=True, is_last=True)
-            for parameter in net.parameters():
-                ramp = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
-                ((0.5 + ramp / 7).to(parameter.dtype) * step * parameter).sum().backward()
-            sharded.end_backward()
+            forward_and_backward(optimizer, net, step)
             if event == "load" and step == 4:
                 for shard in optimizer.state().values():
                     (shard.values if isinstance(shard, LocalShard) else shard).mul_(2)
