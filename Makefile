@@ -23,7 +23,7 @@ setup: .venv/dev.done
 .venv-oldest/dev.done: pyproject.toml constraints.txt constraints-oldest.txt
 	@echo "Installing motet with the oldest torch into .venv-oldest (some minutes) ..."
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	@{ grep -Ev '^(torch|triton)==' constraints.txt; cat constraints-oldest.txt; } > .venv-oldest/constraints.txt
+	@{ grep -Ev '^(torch|triton|numpy)==' constraints.txt; cat constraints-oldest.txt; } > .venv-oldest/constraints.txt
 	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -45,7 +45,8 @@ test: .venv/dev.done         ## the tests
 
 # What depends on torch: its kernels, collectives, hooks and private names.
 OLDEST_TESTS = tests/memory tests/precision tests/models tests/checkpoint tests/collectives tests/parallel \
-  $(addprefix tests/train/test_,rehearsal.py measured_memory.py tensor_parallel_training.py pipeline_training.py parity.py twin_of_job.py)
+  $(addprefix tests/train/test_,rehearsal.py measured_memory.py tensor_parallel_training.py pipeline_training.py parity.py twin_of_job.py \
+    compiled_training.py replayed_calls.py prefetch.py)
 
 test-oldest: .venv-oldest/dev.done  ## the tests of what depends on torch, under the oldest torch that pyproject.toml allows
 	@.venv-oldest/bin/python -m pytest -n 2 --dist worksteal --quiet $(OLDEST_TESTS)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -452,7 +453,9 @@ def test_limits_and_threads_that_a_user_has_chosen_stay(monkeypatch: pytest.Monk
     with limits.patch(recompile_limit=5), inductor.patch(compile_threads=7):
         compile_blocks(module := Blocks(nn.Linear(4, 4)), falls_back=False)
         module(torch.ones(2, 4, requires_grad=True))
-        assert (limits.recompile_limit, inductor.compile_threads) == (5, 7)
+        assert inductor.compile_threads == 7
+        if "recompile_limit" in signature(torch.compile).parameters:  # Else the process has one limit
+            assert limits.recompile_limit == 5
 
 
 def test_a_problem_without_words_is_named_by_its_class() -> None:

@@ -13,7 +13,6 @@ import motet
 from motet.cluster import host_limits
 from motet.core.errors import InputError
 from motet.models import generation
-from motet.models.kernels import variable_length
 from motet.precision.attention_kernels import attention_problem
 from motet.precision.numerics import numerics_remark, precision_numerics
 from motet.precision.recipe import PrecisionSettings
@@ -119,7 +118,7 @@ def test_a_kernel_that_a_gpu_does_not_have_is_named_with_the_remedy(name: str) -
     ],
 )
 def test_what_a_gpu_has_is_taken(name: Any, recipe: Any, heads: Heads) -> None:
-    assert not attention_problem(PrecisionSettings(attention=name, recipe=recipe), [heads], adds_mask=name != "flash")
+    assert not attention_problem(PrecisionSettings(attention=name, recipe=recipe), [heads])
 
 
 def test_a_cpu_has_no_flash_for_scores_that_a_model_learns(tmp_path: Path) -> None:
@@ -142,30 +141,6 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path: Path, monkeypatch: py
         check_job(job, 1)
     monkeypatch.setattr(host_limits, "_GPU_DEVICE_FILES", ())
     check_job(small_job(tmp_path, "precision.attention=flash"), 1)  # A machine without GPUs
-
-
-@pytest.mark.parametrize(
-    ("settings", "needs_mask"),
-    [
-        ([], True),  # Documents
-        (["data.restart_documents=false"], False),
-        (["data.restart_documents=false", "model.sliding_window=3"], True),
-        (["data.restart_documents=false", "model.sliding_window=4096"], False),
-    ],
-)
-def test_flash_needs_the_kernel_of_variable_length_for_masks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], needs_mask: bool
-) -> None:
-    narrow = ["run.device=cuda", "precision.recipe=bf16", "model.head_dim=8", *settings]
-    job = small_job(tmp_path, *narrow, "precision.attention=flash")
-    check_job(job, 1)
-    monkeypatch.setattr(variable_length, "torch_kernel", lambda: None)
-    check_job(small_job(tmp_path, *narrow, "precision.attention=auto"), 1)
-    if not needs_mask:
-        check_job(job, 1)
-        return
-    with pytest.raises(InputError, match=r"'flash' cannot add the mask of documents or of a sliding window, and this"):
-        check_job(job, 1)
 
 
 def test_generation_has_kernels_for_masks_whichever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

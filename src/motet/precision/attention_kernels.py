@@ -17,7 +17,6 @@ class AttentionKernel:
     wider_heads: tuple[tuple[int, int], ...] = ()  # Sizes of keys and values, on Hopper and Blackwell
     has_equal_dims: bool = False  # Keys and values of a head have the same size
     takes_bias: bool = True  # Scores that the model learns
-    takes_mask: bool = True
     is_on_cpu: bool = False
 
 
@@ -25,9 +24,7 @@ _NARROW, _WIDE = ("bfloat16", "float16"), ("float32",)
 
 ATTENTION_KERNELS: dict[str, AttentionKernel] = {
     "cudnn": AttentionKernel("CUDNN_ATTENTION", _NARROW, 128, wider_heads=((192, 128),), takes_bias=False),
-    "flash": AttentionKernel(
-        "FLASH_ATTENTION", _NARROW, 256, has_equal_dims=True, takes_bias=False, takes_mask=False, is_on_cpu=True
-    ),
+    "flash": AttentionKernel("FLASH_ATTENTION", _NARROW, 256, has_equal_dims=True, takes_bias=False, is_on_cpu=True),
     "efficient": AttentionKernel("EFFICIENT_ATTENTION", (*_NARROW, *_WIDE)),
     "plain": AttentionKernel("MATH", (*_NARROW, *_WIDE, "float64"), is_on_cpu=True),
 }
@@ -66,7 +63,6 @@ def attention_problem(
     *,
     on_gpu: bool = True,
     adds_bias: bool = False,
-    adds_mask: bool = False,
 ) -> str:
     """Why a device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
     if settings.attention == "auto" or not (on_gpu or _kernel(settings).is_on_cpu):
@@ -86,9 +82,6 @@ def attention_problem(
             return f"{name} takes keys and values of one size, and the model has keys of {sizes}; {remedy}"
     if adds_bias and not kernel.takes_bias:
         return f"{name} cannot add the scores of relative positions, which the model learns; {remedy}"
-    if adds_mask and not kernel.takes_mask:
-        missing = "this version of torch has no kernel of variable length"
-        return f"{name} cannot add the mask of documents or of a sliding window, and {missing}; {remedy}"
     return ""
 
 

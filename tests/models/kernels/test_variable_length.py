@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -233,10 +234,13 @@ def test_the_call_of_torchs_kernel_has_its_names(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(varlen.torch.ops.torch_attn, "_varlen_attn", operator)
     kernel = variable_length.torch_kernel()
-    assert kernel is not None
     q, k, starts = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
     assert kernel(q, k, k, starts=starts, longest=3, scale=0.5, window=(-1, 0)) is q
-    assert seen[3] is starts and seen[5:11] == [3, 3, True, 0.5, [-1, 0], True]
+    assert seen[3] is starts and seen[5:10] == [3, 3, True, 0.5, [-1, 0]]
+    if "enable_gqa" in signature(varlen.varlen_attn).parameters:
+        assert seen[1] is k and seen[10] is True
+    else:  # Every query head has a key and a value
+        assert all(torch.equal(seen[i], k[:, [0, 0, 1, 1]]) for i in (1, 2))
 
 
 @pytest.mark.parametrize(

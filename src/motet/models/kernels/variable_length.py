@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_NEEDED_OPTIONS = {"scale", "window_size", "enable_gqa"}
 _MIN_CAPABILITY = 8  # Compute capability of NVIDIA GPUs from Ampere on
 
 
@@ -23,21 +22,22 @@ def variable_length_kernel(x: Tensor) -> VariableLengthKernel | None:
 
 
 @cache
-def torch_kernel() -> VariableLengthKernel | None:
-    """torch's kernel; None in versions of torch whose kernel takes neither windows nor groups of query heads."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    if not signature(varlen_attn).parameters.keys() >= _NEEDED_OPTIONS:
-        return None
+def torch_kernel() -> VariableLengthKernel:
+    """torch's kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    knows_groups = "enable_gqa" in signature(varlen_attn).parameters  # Not under torch 2.11
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
     ) -> Tensor:
         """q [N, h, D], k and v [N, kv, D] -> [N, h, D]. starts [documents + 1] int32, the last one is N; a document has
         at most `longest` tokens, or none. A query sees `window` keys before and after its place; -1 is no limit."""
-        options: dict[str, Any] = {"window_size": window, "enable_gqa": q.shape[1] != k.shape[1]}
+        options: dict[str, Any] = {"window_size": window}
+        if knows_groups:
+            options["enable_gqa"] = q.shape[1] != k.shape[1]
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         return cast(Tensor, varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, **options))
 
     return attend

@@ -102,22 +102,11 @@ def _check_context(job: Job, layout: Layout) -> None:
 def _check_attention(job: Job) -> None:
     """Refuse a kernel of attention that does not fit the model; on a CPU, one that cannot add learned scores."""
     on_gpu = job.run.device == "cuda" or _may_have_gpus(job)
-    spec, adds_mask = model_spec(job) if on_gpu else None, on_gpu and _needs_mask_of_pairs(job)
+    spec = model_spec(job) if on_gpu else None
     adds_bias = isinstance(job.model, EncoderDecoderSettings)
     heads = spec.attention if spec else ()
-    problem = attention_problem(job.precision, heads, on_gpu=on_gpu, adds_bias=adds_bias, adds_mask=adds_mask)
+    problem = attention_problem(job.precision, heads, on_gpu=on_gpu, adds_bias=adds_bias)
     check_input(not problem, problem)
-
-
-def _needs_mask_of_pairs(job: Job) -> bool:
-    """Whether a model of motet's own hides keys within a row, and this version of torch has no kernel for it."""
-    if job.precision.attention != "flash" or isinstance(job.model, UserModuleSettings):
-        return False
-    from motet.models.kernels.variable_length import torch_kernel  # torch is loaded here
-
-    window = getattr(job.model, "sliding_window", None) or job.data.sequence_length
-    has_documents = job.data.restart_documents and job.data.objective != "classify"
-    return (has_documents or window < job.data.sequence_length) and torch_kernel() is None
 
 
 def _check_server_count(job: Job) -> None:
