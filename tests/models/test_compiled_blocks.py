@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from environment import uncounted
+from environment import torch_is_older_than, uncounted
 from motet.core.batch import Batch
 from motet.models import torch_private
 from motet.models.arch import attention_mask
@@ -278,7 +278,7 @@ def test_ever_new_shapes_run_eagerly() -> None:
     for rows in (*range(1, MAX_GRAPHS_OF_AUTO + 3), 1):
         module(torch.ones(rows, 4, requires_grad=True))
     assert blocks.graphs == MAX_GRAPHS_OF_AUTO and blocks.reason is not None
-    assert f"its inputs had {MAX_GRAPHS_OF_AUTO} kinds of shapes before" in blocks.reason
+    assert f"{MAX_GRAPHS_OF_AUTO} graphs were made before, for other shapes of its inputs" in blocks.reason
 
 
 @pytest.mark.parametrize("make", [Breaking, lambda: Doubling(breaks=True)])
@@ -293,6 +293,67 @@ def test_recomputation_of_compiled_and_eager_blocks(make: Callable[[], nn.Module
     (gradient,) = torch.autograd.grad(y.sum(), x)
     # Decompositions of a graph round in another order.
     assert (gradient - expected).abs().max() < 1e-12 and blocks.graphs == 1 and blocks.reason is not None
+
+
+class CompiledByItself(nn.Linear):
+    @torch.compile(backend="eager")
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class KeptAway(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def compiled_instance() -> nn.Module:
+    (block := nn.Linear(4, 4)).compile(backend="eager")
+    return block
+
+
+@pytest.mark.parametrize("make", [lambda: CompiledByItself(4, 4), lambda: KeptAway(4, 4), compiled_instance])
+def test_a_block_that_compiles_itself_is_left_to_itself(make: Callable[[], nn.Module]) -> None:
+    module, x = Blocks(make(), Doubling()), torch.ones(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    blocks = compile_blocks(module, falls_back=True)
+    (gradient,) = torch.autograd.grad(module(x).sum(), x)
+    name = type(module.blocks[0]).__name__
+    assert torch.allclose(gradient, expected, rtol=1e-5) and blocks.graphs == 1  # Of the other block
+    assert blocks.reason == f"the code of {name} compiles its forward, or keeps torch.compile away from it"
+    refused(
+        f"^run.compile = 'blocks': the code of {name} .*; set run.compile=off$",
+        compile_blocks,
+        module,
+        falls_back=False,
+    )
+
+
+@pytest.mark.parametrize("falls_back", [True, False])
+def test_a_process_whose_torch_compiles_nothing(falls_back: bool) -> None:
+    with torch._dynamo.config.patch(disable=True):
+        blocks = compile_blocks(module := Blocks(Doubling()), falls_back=falls_back)
+        if torch_is_older_than(13):  # Runs eagerly without a word
+            return
+        if falls_back:
+            module(torch.ones(3, 4, requires_grad=True)).sum().backward()
+            assert blocks.reason == "torch.compile cannot make one graph of Doubling.forward: torch skips its code"
+        else:
+            refused("torch skips its code; set run.compile=off$", module, torch.ones(3, 4, requires_grad=True))
+
+
+def test_code_that_cannot_be_written_names_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/cache/ab")
+
+    monkeypatch.setattr(torch_private, "generate_code", fail)
+    compile_blocks(module := Blocks(Doubling()), falls_back=False)
+    refused(
+        r"its code cannot be written \(/cache/ab: Permission denied\); free some space there, or name another folder "
+        "by the variable TORCHINDUCTOR_CACHE_DIR; set run.compile=off$",
+        module,
+        torch.ones(3, 4, requires_grad=True),
+    )
 
 
 def test_a_refusal_names_the_line() -> None:
@@ -405,6 +466,15 @@ def test_a_graph_for_other_documents_that_is_refused_leaves_earlier_ones() -> No
         (lambda x: x * torch.poisson(x.detach().abs()), "poisson"),
         (lambda x: F.rrelu(x, training=True), "rrelu"),
         (lambda x: F.gumbel_softmax(x), "gumbel_softmax"),
+        (lambda x: x * torch.binomial(torch.ones_like(x), x.detach().sigmoid()), "binomial"),
+        (lambda x: x * torch.distributions.Gamma(torch.ones(()), torch.ones(())).sample(), "_standard_gamma"),
+        pytest.param(
+            lambda x: x * torch.distributions.Dirichlet(torch.ones(4)).sample(),
+            "_sample_dirichlet",
+            marks=pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # torch's own
+        ),
+        (lambda x: x * torch.ops.aten.rand_like.default(x), "aten.rand_like.default"),
+        (lambda x: torch.ops.aten.dropout.default(x, 0.1, True), "aten.dropout.default"),
         (MultiHead(dropout=0.1), "multi_head_attention_forward"),
         (
             lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], None, 0.1),
@@ -419,6 +489,7 @@ def test_random_numbers_anywhere_in_a_graph_are_refused(function: Callable[[Tens
 
 def test_attention_without_dropout_and_rrelu_of_an_evaluation_are_taken() -> None:
     def function(x: Tensor) -> Tensor:
+        x = torch.ops.aten.dropout.default(torch.ops.aten.dropout.default(x, 0.0, True), 0.1, False)
         return F.rrelu(F.scaled_dot_product_attention(x[None], x[None], x[None], None, 0.0), training=False)
 
     blocks = compile_blocks(module := Blocks(MultiHead(dropout=0.0), Calling(function)), falls_back=False)

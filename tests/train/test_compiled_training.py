@@ -189,6 +189,26 @@ def test_ranks_that_compile_need_a_compiler(folder: Path, monkeypatch: pytest.Mo
         "no-compiler is not on the PATH", check_compiler, job_of_model(folder, "decoder", "run.compile=blocks", FP32)
     )
     check_compiler(job_of_model(folder, "decoder", "run.compile=blocks"))  # Float64 compiles nothing
+    monkeypatch.setenv("CXX", "")
+    refused(
+        "the empty CXX is not on the PATH", check_compiler, job_of_model(folder, "decoder", "run.compile=blocks", FP32)
+    )
+
+
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_variables_of_torch_switch_its_compiler_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    job = job_of_model(folder, "decoder", "run.compile=blocks", FP32)
+    monkeypatch.setenv(variable, "0")
+    check_compiler(job)
+    monkeypatch.setenv(variable, "1")
+    problem = f"^run.compile = 'blocks': the variable {variable} = 1 switches torch.compile off; "
+    refused(problem, check_compiler, job)  # Before ranks start
+    refused(problem, build_of, job)
+    auto = job.model_copy(update={"run": job.run.model_copy(update={"compile": "auto"})})
+    compiled = compile_blocks_of_job(torch.nn.Linear(2, 2), auto, torch.device("cuda"))
+    assert compiled is not None and compiled.reason == f"the variable {variable} = 1 switches torch.compile off"
 
 
 def test_dropout_and_choices(folder: Path) -> None:

@@ -149,7 +149,9 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 _RANDOM_CALLS = {f"{name}{suffix}" for name in ("rand", "randint", "randn") for suffix in ("", "_like")} | {
     *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_"),
     *("multinomial", "normal", "normal_", "poisson", "random_", "randperm", "uniform_"),
+    *("binomial", "_standard_gamma", "_sample_dirichlet"),  # Distributions of torch call them
 }
+_CHANCES = "p", "dropout_p", "train", "training"  # Arguments without whose values an operator draws nothing
 # Functions that draw where an argument at this place, `dropout_p` or `training`, is neither zero nor false
 _RANDOM_BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10, "rrelu": 3}
 
@@ -162,6 +164,12 @@ def has_kernel_modes() -> bool:
 def without_function_modes() -> AbstractContextManager[None]:
     """A context in which no function mode is active."""
     return torch._C.DisableTorchFunction()
+
+
+def is_compiled_by_its_module(module: nn.Module) -> bool:
+    """Whether a module compiles its forward itself, or is kept from being compiled."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def constant_in_graphs(function: Any) -> Any:
@@ -237,9 +245,21 @@ def compile_problem(error: BaseException, *, max_graphs: int) -> str | None:
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
     if isinstance(error, FailOnRecompileLimitHit):
-        return f"its inputs had {max_graphs} kinds of shapes before, each of which took a graph"
+        return (
+            f"{max_graphs} graphs were made before, for other shapes of its inputs, or other values that its code "
+            "reads, such as an attribute that it counts"
+        )
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, InputError):
         return str(error.inner_exception)
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, OSError):
+        cause = error.inner_exception
+        place = cause.filename or os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # noqa: TID251  (a variable of torch)
+        return (
+            f"its code cannot be written ({place}: {cause.strerror}); free some space there, or name another folder by "
+            "the variable TORCHINDUCTOR_CACHE_DIR"
+        )
+    if isinstance(error, RuntimeError) and "found no compiled frames" in str(error):
+        return "torch skips its code"
     if not isinstance(error, TorchDynamoException):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
@@ -257,6 +277,8 @@ def random_call(graph: torch.fx.GraphModule) -> str | None:
 def _random_name(node: torch.fx.Node) -> str | None:
     if node.op not in ("call_function", "call_method"):
         return None
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _random_operator(node.target, node)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     values = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
     if name in _RANDOM_BY_ARGUMENT:
@@ -267,3 +289,10 @@ def _random_name(node: torch.fx.Node) -> str | None:
     else:
         is_random = name in _RANDOM_CALLS
     return name if is_random else None
+
+
+def _random_operator(operator: Any, node: torch.fx.Node) -> str | None:
+    values = {each.name: each.default_value for each in operator._schema.arguments if each.has_default_value()}
+    values |= dict(zip((each.name for each in operator._schema.arguments), node.args, strict=False)) | node.kwargs
+    draws = torch.Tag.nondeterministic_seeded in operator.tags and all(values.get(name, True) for name in _CHANCES)
+    return str(operator) if draws else None

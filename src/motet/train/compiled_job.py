@@ -6,7 +6,12 @@ from torch import nn
 from motet.core.errors import check_input
 from motet.models.compilation.compiled_blocks import CompiledBlocks, compile_blocks
 from motet.models.layout_invariant_dropout import has_dropout
-from motet.train.config_rules import COMPARES_IN_FLOAT64, DRAWS_MASKS, reason_against_compiling
+from motet.train.config_rules import (
+    COMPARES_IN_FLOAT64,
+    DRAWS_MASKS,
+    reason_against_compiling,
+    variable_against_compiling,
+)
 from motet.train.job import Job
 
 
@@ -19,6 +24,8 @@ def compile_blocks_of_job(module: nn.Module, job: Job, device: torch.device) -> 
     layers = (name for name, part in module.named_modules() if not [*part.children()] and has_dropout(part))
     if reason is None and (layer := next(layers, None)) is not None:
         reason = f"the model has layers of dropout, such as {layer!r}: {DRAWS_MASKS}"
+    if reason is None and (variable := variable_against_compiling()) is not None:
+        reason = f"the variable {variable} = 1 switches torch.compile off"
     if reason is None:
         return compile_blocks(module, falls_back=choice == "auto")
     check_input(

@@ -3,6 +3,7 @@
 A setting that is silently ignored looks as if it worked. Only settings that somebody wrote are checked, never defaults.
 """
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -216,6 +217,12 @@ def reason_against_compiling(sections: Mapping[str, object], *, without: Iterabl
     for key in without:
         _drop(tree, key)
     return conflict_with("compiled blocks", tree)
+
+
+def variable_against_compiling() -> str | None:
+    """The variable of torch that switches its compiler off; None where none does."""
+    names = "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"
+    return next((name for name in names if os.environ.get(name) == "1"), None)  # noqa: TID251  (variables of torch)
 
 
 def _format_value(value: object) -> str:

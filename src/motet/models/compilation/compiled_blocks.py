@@ -20,6 +20,7 @@ from motet.models.torch_private import (
     GraphCompiler,
     compile_problem,
     has_kernel_modes,
+    is_compiled_by_its_module,
     random_call,
     tree_leaves,
     without_function_modes,
@@ -48,6 +49,10 @@ class CompiledBlocks:
         self._max_graphs = MAX_GRAPHS_OF_AUTO if falls_back else MAX_GRAPHS
         compiler = GraphCompiler(self._around_compilation, max_graphs=self._max_graphs)
         for block in blocks:
+            if is_compiled_by_its_module(block):
+                name = type(block).__name__
+                self._refuse(f"the code of {name} compiles its forward, or keeps torch.compile away from it")
+                continue
             written: Callable[..., Any] = block.forward
             call = partial(self._call, block, written, compiler.compile(written))
             block.forward = update_wrapper(call, written)
@@ -67,6 +72,12 @@ class CompiledBlocks:
         self.graphs += 1
         return log_if_slow(self.log, "compiling a kind of block; later runs read its code from the cache ...")
 
+    def _refuse(self, reason: str, error: Exception | None = None) -> None:
+        """Raise an error, or keep the reason where blocks may run eagerly."""
+        if not self._falls_back:
+            raise InputError(f"run.compile = 'blocks': {reason}; set run.compile=off") from error
+        self.reason = self.reason or reason
+
     def _call(
         self, block: nn.Module, written: Callable[..., Any], compiled: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
@@ -85,10 +96,7 @@ class CompiledBlocks:
             problem = compile_problem(error, max_graphs=self._max_graphs)
             if problem is None:
                 raise
-            reason = f"torch.compile cannot make one graph of {type(block).__name__}.forward: {problem}"
-            if not self._falls_back:
-                raise InputError(f"run.compile = 'blocks': {reason}; set run.compile=off") from error
-            self.reason = self.reason or reason
+            self._refuse(f"torch.compile cannot make one graph of {type(block).__name__}.forward: {problem}", error)
             self._failed.add(_kind_of_call(block, arguments))
         return written(*args, **kwargs)
 

@@ -34,7 +34,12 @@ from motet.parallel.parameter_server.protocol.messages import slice_parameters
 from motet.parallel.parameter_server.server_settings import check_server_settings, extra_process_count
 from motet.parallel.step_plan.plan import StepPlan
 from motet.precision.attention_kernels import attention_problem
-from motet.train.config_rules import COMPARES_IN_FLOAT64, check_compositions, reason_against_compiling
+from motet.train.config_rules import (
+    COMPARES_IN_FLOAT64,
+    check_compositions,
+    reason_against_compiling,
+    variable_against_compiling,
+)
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
 from motet.train.memory_check.predicted_ranks import check_device_limit
@@ -276,11 +281,19 @@ def check_compiler(job: Job) -> None:
     check_input(
         reason in (None, COMPARES_IN_FLOAT64), f"run.compile = 'blocks': {reason}; {remedy}, or set run.compile=off"
     )
-    name = os.environ.get("CXX") or "g++"  # noqa: TID251  (the convention of compilers, which torch follows)
+    if job.run.compile != "blocks" or reason is not None:
+        return
+    variable = variable_against_compiling()
     check_input(
-        job.run.compile != "blocks" or reason is not None or _may_have_gpus(job) or shutil.which(name),
-        f"run.compile = 'blocks' on CPU ranks needs a C++ compiler, and {name} is not on the PATH; install it (on "
-        "Debian: apt-get install g++), name another by the variable CXX, or set run.compile=off",
+        variable is None,
+        f"run.compile = 'blocks': the variable {variable} = 1 switches torch.compile off; unset it, or set "
+        "run.compile=off",
+    )
+    name = os.environ.get("CXX", "g++")  # noqa: TID251  (the convention of compilers, which torch follows)
+    check_input(
+        _may_have_gpus(job) or shutil.which(name),
+        f"run.compile = 'blocks' on CPU ranks needs a C++ compiler, and {name or 'the empty CXX'} is not on the PATH; "
+        "install it (on Debian: apt-get install g++), name another by the variable CXX, or set run.compile=off",
     )
 
 

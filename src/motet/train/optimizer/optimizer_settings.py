@@ -105,6 +105,8 @@ class RunSettings(FrozenSettings):
     remedies: ClassVar = {
         "device=gpu*": "write run.device=cuda",
         "device=cuda:*": "write run.device=cuda, and choose devices by CUDA_VISIBLE_DEVICES",
+        "compile=true": "write run.compile=blocks",
+        "compile=false": "write run.compile=off",
     }
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; either this or `epochs`."""
