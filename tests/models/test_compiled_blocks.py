@@ -329,6 +329,15 @@ def test_a_block_that_compiles_itself_is_left_to_itself(make: Callable[[], nn.Mo
     )
 
 
+@pytest.mark.parametrize("compiles_itself", [False, True])
+def test_recomputation_around_a_block_is_no_compilation_of_its_own(compiles_itself: bool) -> None:
+    module = Blocks(compiled_instance() if compiles_itself else Doubling())
+    torch_private.intercept_calls(module.blocks[0], lambda call, *args: checkpoint(call, *args, use_reentrant=False))
+    blocks = compile_blocks(module, falls_back=True)
+    module(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert (blocks.graphs, blocks.reason is None) == ((0, False) if compiles_itself else (1, True))
+
+
 @pytest.mark.parametrize("falls_back", [True, False])
 def test_a_process_whose_torch_compiles_nothing(falls_back: bool) -> None:
     with torch._dynamo.config.patch(disable=True):

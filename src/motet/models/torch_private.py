@@ -168,8 +168,11 @@ def without_function_modes() -> AbstractContextManager[None]:
 
 def is_compiled_by_its_module(module: nn.Module) -> bool:
     """Whether a module compiles its forward itself, or is kept from being compiled."""
-    forward = getattr(module.forward, "__func__", module.forward)
-    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+    call: Any = module._compiled_call_impl
+    while isinstance(call, partial):  # Of `intercept_calls`
+        call = call.args[0]
+    functions = call, getattr(module.forward, "__func__", module.forward)
+    return any(hasattr(each, "_torchdynamo_orig_callable") for each in functions)
 
 
 def constant_in_graphs(function: Any) -> Any:
