@@ -1,10 +1,13 @@
 """The layers with a backward of their own, and attention, against plain formulas and finite differences."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.models.arch import attention_core
 from motet.models.arch.attention_core import (
     ScoreOptions,
     attend,
@@ -43,6 +46,23 @@ def test_rms_norm_is_its_formula_and_its_gradient_that_of_finite_differences() -
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, weight.detach(), 1e-3), (x,))
     assert torch.autograd.gradcheck(lambda w: rms_norm(x.detach(), w, 1e-3), (weight,))
+
+
+def _tiled(x: Tensor) -> Tensor:
+    q = x.bfloat16()[None, None]
+    return attention_core.tiled_attention(q, q, q, None, causal=True, scale=0.3)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: rms_norm(x, torch.ones(8).double(), 1e-3), lambda x: gated_activation(x, "silu"), _tiled],
+)
+def test_a_second_derivative_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    """It would miss the terms that a backward computes without autograd."""
+    x = doubles(3, 8)
+    (gradient,) = torch.autograd.grad((function(x) * 2).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        gradient.pow(2).sum().backward()
 
 
 def test_rms_norm_of_a_slice_of_something_larger() -> None:

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 import motet
 from motet.cluster import host_limits
 from motet.core.errors import InputError
 from motet.models import generation
+from motet.models.arch.attention_core import ScoreOptions, attend
+from motet.models.arch.attention_mask import AttentionMask
 from motet.precision.attention_kernels import attention_problem
 from motet.precision.numerics import numerics_remark, precision_numerics
 from motet.precision.recipe import PrecisionSettings
@@ -93,6 +97,8 @@ PROBLEMS: dict[str, tuple[PrecisionSettings, Heads, bool, str]] = {
     "odd values": (PrecisionSettings(attention="cudnn", recipe="bf16"), Heads(64, 60), False, "and the model has 60"),
     "odd": (PrecisionSettings(attention="cudnn", recipe="bf16"), Heads(20, 20), False, "and the model has 20"),
     "latent": (PrecisionSettings(attention="flash", recipe="bf16"), Heads(192, 128), False, "keys and values of one"),
+    "odd efficient": (PrecisionSettings(attention="efficient", recipe="bf16"), Heads(12, 12), False, "8, 16, ... comp"),
+    "wide efficient": (PrecisionSettings(attention="efficient"), Heads(10, 10), False, "takes heads of 4, 8, ... comp"),
     "bias": (PrecisionSettings(attention="flash", recipe="fp16"), Heads(64, 64), True, "scores of relative positions"),
     "cudnn bias": (PrecisionSettings(attention="cudnn", recipe="fp16"), Heads(64, 64), True, "which the model learns"),
 }
@@ -112,6 +118,7 @@ def test_a_kernel_that_a_gpu_does_not_have_is_named_with_the_remedy(name: str) -
         ("auto", "fp32", Heads(20, 12)),
         ("plain", "fp64", Heads(20, 12)),
         ("efficient", "fp32", Heads(20, 12)),
+        ("efficient", "bf16", Heads(24, 512)),
         ("cudnn", "bf16", Heads(192, 128)),
         ("cudnn", "bf16", Heads(128, 128)),
         ("flash", "fp16", Heads(256, 256)),
@@ -119,6 +126,63 @@ def test_a_kernel_that_a_gpu_does_not_have_is_named_with_the_remedy(name: str) -
 )
 def test_what_a_gpu_has_is_taken(name: Any, recipe: Any, heads: Heads) -> None:
     assert not attention_problem(PrecisionSettings(attention=name, recipe=recipe), [heads])
+
+
+def test_reproducible_sums_have_no_kernel_of_cudnn(tmp_path: Path) -> None:
+    settings = ["run.device=cuda", "precision.recipe=bf16", "model.head_dim=8", "run.reproducible=layout"]
+    with pytest.raises(
+        InputError, match=r"'cudnn' adds in an order that changes, and run.reproducible .*attention=auto"
+    ):
+        check_job(small_job(tmp_path, *settings, "precision.attention=cudnn"), 1)
+    check_job(small_job(tmp_path, *settings, "precision.attention=flash"), 1)
+    check_job(small_job(tmp_path, *settings[:-1], "precision.attention=cudnn"), 1)
+
+
+def test_a_call_that_the_named_kernel_does_not_take_is_named() -> None:
+    """Modules of users call torch themselves."""
+    q, mask = torch.randn(1, 2, 5, 8), torch.zeros(5, 5, requires_grad=True)
+    with (
+        pytest.raises(InputError, match=r"^precision.attention = 'flash': a call of attention in this model has"),
+        precision_numerics(PrecisionSettings(attention="flash"), CPU),
+    ):
+        F.scaled_dot_product_attention(q, q, q, mask)
+    with (
+        pytest.raises(RuntimeError, match=r"^of the model"),
+        precision_numerics(PrecisionSettings(attention="flash"), CPU),
+    ):
+        raise RuntimeError("of the model")
+
+
+REPEATED = [  # Which kernels, dtype, sizes of keys and values, whether keys and values are repeated
+    ("auto", torch.bfloat16, (64, 64), False),
+    ("auto", torch.bfloat16, (512, 512), True),
+    ("auto", torch.bfloat16, (64, 32), True),
+    ("auto", torch.float32, (64, 64), True),
+    ("auto", torch.float64, (64, 64), False),  # By the formula
+    ("efficient", torch.bfloat16, (64, 64), True),
+    ("flash", torch.bfloat16, (64, 64), False),
+    ("plain", torch.float32, (64, 64), False),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "dims", "is_repeated"), REPEATED)
+def test_groups_of_heads_on_a_gpu(
+    name: Any, dtype: torch.dtype, dims: tuple[int, int], is_repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory-efficient kernel takes as many keys as queries alone, and the formula would keep all probabilities."""
+    calls = list[tuple[int, bool]]()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> Tensor:
+        assert k.shape[1] == v.shape[1]
+        calls.append((k.shape[1], enable_gqa))
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with precision_numerics(PrecisionSettings(recipe="bf16", attention=name), GPU), FakeTensorMode():
+        sizes = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
+        q, k, v = (torch.empty(1, heads, 5, dim, dtype=dtype, device="cuda") for heads, dim in sizes)
+        attend(q, k, v, mask=AttentionMask(causal=True), options=ScoreOptions(0.1))
+    assert calls == [(4, False) if is_repeated else (2, True)]
 
 
 def test_a_cpu_has_no_flash_for_scores_that_a_model_learns(tmp_path: Path) -> None:

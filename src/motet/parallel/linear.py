@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.models.kept_results import keep_result
+from motet.models.single_backward import single_backward
 from motet.parallel.data_parallel.flat_parameters import ParameterGradientSum
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts
@@ -152,17 +152,6 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def _not_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's `once_differentiable`, without its cost where a backward is not itself differentiated."""
-    checked = once_differentiable(backward)
-
-    @wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
-        return (checked if torch.is_grad_enabled() else backward)(ctx, *gradients)
-
-    return run
-
-
 @dataclass
 class SharedInput:
     """A tensor that layers with split columns read: communicated once, with the weight gradients left to it."""
@@ -234,7 +223,7 @@ class _ReadShared(torch.autograd.Function):
         return complete, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    @_not_differentiable
+    @single_backward
     def backward(ctx: Any, gradient: Tensor | None, *no_gradients: None) -> tuple[Tensor | None, ...]:
         shared, reduction = ctx.shared, None
         if gradient is not None and shared.is_reduced:
@@ -260,7 +249,7 @@ class _ColumnParallelProduct(torch.autograd.Function):
         return _no_view(output)
 
     @staticmethod
-    @_not_differentiable
+    @single_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (local, weight), shared, products = ctx.saved_tensors, ctx.shared, ctx.products
         if ctx.index is not None:
@@ -288,7 +277,7 @@ class _RowParallelProduct(torch.autograd.Function):
         return keep_result(lambda: _no_view(_reduce_product(split, x, multiply) if split.reduces else multiply(x)))
 
     @staticmethod
-    @_not_differentiable
+    @single_backward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), split, products = ctx.saved_tensors, ctx.split, ctx.split.products
         dim, grad_x, needs_grad_x = split.dim if split.reduces else None, None, ctx.needs_input_grad[1]

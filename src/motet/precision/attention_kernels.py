@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from motet.core.units import DTYPE_BYTES
 from motet.precision.recipe import RECIPES, PrecisionSettings
 
 
@@ -16,17 +17,21 @@ class AttentionKernel:
     max_head_dim: int | None = None
     wider_heads: tuple[tuple[int, int], ...] = ()  # Sizes of keys and values, on Hopper and Blackwell
     has_equal_dims: bool = False  # Keys and values of a head have the same size
+    head_bytes: int = 16  # The bytes of a head are a multiple
     takes_bias: bool = True  # Scores that the model learns
+    is_deterministic: bool = True
     is_on_cpu: bool = False
 
 
 _NARROW, _WIDE = ("bfloat16", "float16"), ("float32",)
 
 ATTENTION_KERNELS: dict[str, AttentionKernel] = {
-    "cudnn": AttentionKernel("CUDNN_ATTENTION", _NARROW, 128, wider_heads=((192, 128),), takes_bias=False),
+    "cudnn": AttentionKernel(
+        "CUDNN_ATTENTION", _NARROW, 128, wider_heads=((192, 128),), takes_bias=False, is_deterministic=False
+    ),
     "flash": AttentionKernel("FLASH_ATTENTION", _NARROW, 256, has_equal_dims=True, takes_bias=False, is_on_cpu=True),
     "efficient": AttentionKernel("EFFICIENT_ATTENTION", (*_NARROW, *_WIDE)),
-    "plain": AttentionKernel("MATH", (*_NARROW, *_WIDE, "float64"), is_on_cpu=True),
+    "plain": AttentionKernel("MATH", (*_NARROW, *_WIDE, "float64"), head_bytes=1, is_on_cpu=True),
 }
 
 
@@ -63,6 +68,7 @@ def attention_problem(
     *,
     on_gpu: bool = True,
     adds_bias: bool = False,
+    is_deterministic: bool = False,
 ) -> str:
     """Why a device cannot compute attention with the kernel that a job names; empty if it can as far as known."""
     if settings.attention == "auto" or not (on_gpu or _kernel(settings).is_on_cpu):
@@ -72,11 +78,15 @@ def attention_problem(
     if on_gpu and compute not in kernel.dtypes:
         recipes = " or ".join(key for key, recipe in RECIPES.items() if recipe.compute in kernel.dtypes)
         return f"{name} has no kernel for {compute} on a GPU; {remedy}, or set precision.recipe={recipes}"
+    if is_deterministic and not kernel.is_deterministic:
+        return f"{name} adds in an order that changes, and run.reproducible allows no such kernel; {remedy}"
+    step = max(1, kernel.head_bytes // DTYPE_BYTES[compute])
     for head in heads:
         limit, dims = kernel.max_head_dim, (head.key_dim, head.value_dim)
-        other = [size for size in dims if limit is not None and (size > limit or size % 8)]
+        other = [size for size in dims if (limit is not None and size > limit) or size % step]
         if other and dims not in kernel.wider_heads:
-            return f"{name} takes heads of 8, 16, ... {limit} components, and the model has {other[0]}; {remedy}"
+            sizes = f"{step}, {2 * step}, ... {'' if limit is None else f'{limit} '}components"
+            return f"{name} takes heads of {sizes}, and the model has {other[0]}; {remedy}"
         if kernel.has_equal_dims and head.key_dim != head.value_dim:
             sizes = f"{head.key_dim} components and values of {head.value_dim}"
             return f"{name} takes keys and values of one size, and the model has keys of {sizes}; {remedy}"

@@ -142,12 +142,22 @@ def precision_numerics(settings: PrecisionSettings, device: torch.device) -> Ite
         yield
 
 
-def _attention_kernels(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def _attention_kernels(settings: PrecisionSettings, device: torch.device) -> Iterator[None]:
     """torch keeps the kernels for the process: they hold in backward and in what it recomputes, in its threads too."""
     problem = attention_problem(settings) if device.type == "cuda" else ""
     check_input(not problem, problem)
     name = named_kernel(settings, device.type)
-    return sdpa_kernel(getattr(SDPBackend, name)) if name else nullcontext()
+    try:
+        with sdpa_kernel(getattr(SDPBackend, name)) if name else nullcontext():
+            yield
+    except RuntimeError as error:
+        check_input(
+            name is None or "No available kernel" not in str(error),
+            f"precision.attention = {settings.attention!r}: a call of attention in this model has a mask, dtype or "
+            "heads that this kernel does not take; write precision.attention=auto",
+        )
+        raise
 
 
 def _products(settings: PrecisionSettings, device: torch.device) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -104,14 +105,14 @@ class OneOfTwoShards:
         return tensor + torch.stack([(there - self.largest).exp(), at_target.where(is_there, 0.0)])
 
 
-def check_shard(start: int, stop: int) -> None:
+def check_shard(start: int, stop: int, is_transposed: bool) -> None:
     """A rank has four columns, of which the last may be padding with any value: rows are not next to one another."""
     logits, targets = rows_of_logits(5, 7)
     losses, errors = definition(logits, targets)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 3.0], dtype=torch.float64)
     local = torch.full((5, 4), 1e9, dtype=torch.float64)
     local[:, : stop - start] = logits[:, start:stop]
-    local.requires_grad_()
+    local = (local.t().contiguous().t() if is_transposed else local).requires_grad_()
     shard = OneOfTwoShards(start, stop, 7, logits, targets)
     with kernels_forced("triton"):
         total = loss.cross_entropy(local, targets, weights, vocabulary=shard)  # type: ignore[arg-type]  # a stand-in
@@ -120,6 +121,19 @@ def check_shard(start: int, stop: int) -> None:
     expected = torch.zeros(5, 4, dtype=torch.float64)
     expected[:, : stop - start] = 0.5 * weights.unsqueeze(1) * errors[:, start:stop]
     torch.testing.assert_close(local.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_that_no_rank_has_makes_the_loss_nan(target: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device checks no targets, for whose values the host would wait."""
+    monkeypatch.setattr(loss, "check_input", lambda *_: None)
+    logits, targets = rows_of_logits(3, 7)
+    shard: Any = SimpleNamespace(start=0, stop=7, size=7, all_reduce=lambda tensor, op: tensor)
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    weights = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(loss.cross_entropy(logits, targets, weights, vocabulary=shard), expected[0])
+    targets[1] = target
+    assert loss.cross_entropy(logits, targets, weights, vocabulary=shard).isnan()
 
 
 def check_another_layout() -> None:
@@ -196,11 +210,12 @@ def test_values_and_layouts(interpreted: Interpreted, check: Callable[[], None])
     interpreted(check)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (4, 7), (7, 7)])
 def test_ranks_that_split_the_vocabulary_reduce_what_a_row_needs(
-    interpreted: Interpreted, start: int, stop: int
+    interpreted: Interpreted, start: int, stop: int, is_transposed: bool
 ) -> None:
-    interpreted(check_shard, start, stop)
+    interpreted(check_shard, start, stop, is_transposed)
 
 
 @pytest.mark.parametrize("is_split", [False, True])

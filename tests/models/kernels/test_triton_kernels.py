@@ -289,6 +289,30 @@ def test_dropout_has_the_bits_of_its_definition(interpreted: Interpreted, spans:
             interpreted(check_dropout, spans, p, dtype)
 
 
+def check_second_derivatives() -> None:
+    """Each kernel is a function of one tensor here. A graph of a backward would miss what its kernel computes."""
+    weight, keys = torch.ones(8, dtype=torch.float64), [5]
+    rotations = RotaryEmbedding(8, 10.0).rotations_at(torch.arange(3), torch.float64)
+    functions: dict[str, Function] = {
+        "norm": lambda x: rms_norm(x, weight, 1e-3),
+        "added norm": lambda x: add_norm(x, x * 2, RMSNorm(8, 1e-3).double())[1],
+        "gate": lambda x: gated_activation(x, "silu"),
+        "rotary": lambda x: apply_rotary(x.unsqueeze(1), rotations),
+        "dropout": lambda x: apply_mask(x.unsqueeze(0), keys, (3, 8), p=0.5, spans=None),
+    }
+    for name, function in functions.items():
+        x = doubles(3, 8)
+        with kernels_forced("triton"), recorded_launches() as launches:
+            (gradient,) = torch.autograd.grad((function(x) * 2).pow(3).sum(), x, create_graph=True)
+            assert launches, name
+            with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+                gradient.pow(2).sum().backward()
+
+
+def test_a_second_derivative_is_refused(interpreted: Interpreted) -> None:
+    interpreted(check_second_derivatives)
+
+
 # --- compiled for a GPU, without one -----------------------------------------------------------------
 COMPILED = pytest.mark.parametrize(
     "dtype", [dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.proof) for dtype in ROUNDING]

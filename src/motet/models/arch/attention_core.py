@@ -19,8 +19,9 @@ from torch import Tensor
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.layers import accumulation_dtype
 from motet.models.kernels.choice import kernel_device
-from motet.models.kernels.head_sizes import takes_heads
+from motet.models.kernels.head_sizes import MAX_HEAD_DIM, takes_heads
 from motet.models.kernels.variable_length import variable_length_kernel
+from motet.models.single_backward import single_backward
 from motet.models.torch_private import constant_in_graphs, is_amx_supported, softmax_backward, softmax_or_zeros
 
 QUERIES_PER_BLOCK = 128
@@ -104,14 +105,27 @@ def _attend_locally(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, opt
         # The fused kernel of a CPU takes values of the size of keys alone; without it, all probabilities are kept.
         size = max(value_dim, k.shape[3])
         q, k, v = (_lengthened(x, size) for x in (q, k, v))
-    if groups > 1 and bias is not None and q.is_cuda:
-        # Assumed from its sources, not tried: the kernel that takes a bias does not take groups.
+    if groups > 1 and q.is_cuda and (bias is not None or not _takes_groups(q, k.shape[3], value_dim)):
+        # Assumed from its sources, not tried: the memory-efficient kernel, which takes a bias, does not take groups.
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     causal = is_causal and bias is None
     output = F.scaled_dot_product_attention(
         q, k, v, bias, options.dropout, causal, scale=options.scale, enable_gqa=groups > 1
     )
     return output if output.shape[3] == value_dim else output[..., :value_dim]
+
+
+_has_efficient_kernel = constant_in_graphs(lambda: torch.backends.cuda.mem_efficient_sdp_enabled())
+_has_kernel_of_groups = constant_in_graphs(
+    lambda: torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
+)
+
+
+def _takes_groups(q: Tensor, key_dim: int, value_dim: int) -> bool:
+    """Whether a fused kernel of a GPU takes groups of query heads, or none would take repeated keys either."""
+    if q.dtype == torch.float64 or not _has_efficient_kernel():
+        return True
+    return _has_kernel_of_groups() and q.dtype.itemsize == 2 and key_dim == value_dim <= MAX_HEAD_DIM
 
 
 def _attend_by_documents(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
@@ -183,6 +197,7 @@ class _TiledAttentionFunction(torch.autograd.Function):
         )
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         # The layout of the projections, [R, T, heads, D], saves a copy later.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from motet.models.kernels.choice import Implementation, chosen, in_triton, kernel_device
 from motet.models.settings import ActivationName, RopeScalingSettings, TransformerSettings
+from motet.models.single_backward import single_backward
 from motet.models.torch_private import runs_forward_alone
 
 _aten = torch.ops.aten
@@ -67,6 +68,7 @@ class _GatedActivationFunction(torch.autograd.Function):
         return ACTIVATIONS[name][0](gate.contiguous()).mul_(up)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         function, gradient = ACTIVATIONS[ctx.name]
@@ -137,6 +139,7 @@ class _RMSNormFunction(torch.autograd.Function):
         return torch.mul(x, rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         # A layer norm with mean 0 has this gradient except for one term, which is added back.
         x, weight, rstd = ctx.saved_tensors

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from motet.core.errors import check_input
 from motet.models.arch.layers import accumulation_dtype
@@ -27,6 +26,7 @@ from motet.models.arch.logit_slices import (
     even_row_slices,
 )
 from motet.models.kernels.choice import chosen, in_triton
+from motet.models.single_backward import single_backward
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -145,7 +145,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         if ctx.is_scaled:
@@ -214,6 +214,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: VocabularyShard) -> Tensor:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()  # Kernels read rows
         logsumexp, losses = _reduce_over_ranks(logits[:, : vocabulary.stop - vocabulary.start], targets, vocabulary)
         scale = weights.to(losses.dtype).unsqueeze(1)
         ctx.save_for_backward(logits, logsumexp, targets, scale)
@@ -221,7 +222,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return (losses * scale).sum()
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         logits, logsumexp, targets, scale = ctx.saved_tensors
         grad_logits, entries = torch.zeros_like(logits), slice(ctx.vocabulary.stop - ctx.vocabulary.start)
@@ -269,8 +270,9 @@ def _plain_losses(logits: Tensor, targets: Tensor, *, overwrites: bool) -> Tenso
 def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
     """(log-sum-exp over the entries of all ranks, losses), both [N, 1], from the logits of this rank's entries."""
     size = vocabulary.size
-    if targets.device.type == "cpu":  # Comparing values on a device would wait for them
-        outside = targets[(targets < 0) | (targets >= size)]
+    is_outside = (targets < 0) | (targets >= size)
+    if targets.device.type == "cpu":  # On a device the host would wait for the values; losses are NaN there
+        outside = targets[is_outside]
         problem = f"target {outside[:1].tolist()} is outside of the vocabulary, which has {size} entries"
         check_input(not len(outside), f"{problem}; make the vocabulary larger, or take another tokenizer")
     statistics = _kernel(logits, "statistics_of_rows", _plain_statistics)
@@ -278,7 +280,7 @@ def _reduce_over_ranks(logits: Tensor, targets: Tensor, vocabulary: VocabularySh
     largest = vocabulary.all_reduce(local.clone(), "max")  # Without it, exponentials of large logits overflow
     sums = vocabulary.all_reduce(torch.stack([(local - largest).exp(), target_logit]), "sum")
     logsumexp = largest + sums[0].log()
-    return logsumexp, logsumexp - sums[1]
+    return logsumexp, (logsumexp - sums[1]).masked_fill_(is_outside.unsqueeze(1), float("nan"))
 
 
 def _plain_statistics(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:

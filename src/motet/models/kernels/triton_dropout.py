@@ -11,16 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motet.models.single_backward import single_backward
+
 _WIDTH = 1024  # Elements of a row that a program computes; assumed
 
 
 @triton.jit
 def drop_elements(
-    x, out, keys, indices, first, count,
+    x, out, keys, indices, first, count, parts,
     smallest_kept: tl.constexpr, factor: tl.constexpr, wide: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1)
-    column = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
+    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    column = part.to(tl.int64) * width + tl.arange(0, width)
     inside = column < count
     index = first + column if indices is None else tl.load(indices + column, mask=inside, other=0)
     low = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
@@ -49,7 +51,8 @@ def _drop(x: Tensor, mask: CounterMask) -> Tensor:
     out, count = torch.empty_like(x), x.numel() // rows
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
     constants = {"smallest_kept": mask.smallest_kept, "factor": mask.factor, "wide": wide, "width": _WIDTH}
-    drop_elements[triton.cdiv(count, _WIDTH), rows](x, out, mask.keys, indices, first, count, **constants)
+    parts = triton.cdiv(count, _WIDTH)  # One dimension of programs: the others have 65,535 at most
+    drop_elements[(rows * parts,)](x, out, mask.keys, indices, first, count, parts, **constants)
     return out
 
 
@@ -60,6 +63,7 @@ class _TritonDropout(torch.autograd.Function):
         return _drop(x.contiguous(), mask)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _drop(grad.contiguous(), ctx.mask), None
 

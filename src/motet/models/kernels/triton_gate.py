@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from motet.models.settings import ActivationName
+from motet.models.single_backward import single_backward
 
 _WIDTH = 1024  # Columns of a row that a program computes; assumed
 
@@ -83,6 +84,7 @@ class _TritonGate(torch.autograd.Function):
         return out
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)

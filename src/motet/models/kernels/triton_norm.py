@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motet.models.single_backward import single_backward
+
 _TILE = 4096  # Elements of a tile of short rows; assumed
 _PROGRAMS = 512  # In backward: each has a row of sums; two to four for each multiprocessor of a GPU; assumed
 
@@ -91,6 +93,7 @@ class _TritonRMSNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
+    @single_backward
     def backward(
         ctx: Any, grad_total: Tensor | None, grad: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

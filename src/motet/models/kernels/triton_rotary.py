@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motet.models.single_backward import single_backward
+
 _TILE = 4096  # Elements of the heads that a program rotates; assumed
 
 
@@ -16,8 +18,8 @@ def rotate_pairs(
     sign: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * height + tl.arange(0, height))[:, None, None]
-    component = 2 * tl.arange(0, width)[None, :, None] + tl.arange(0, 2)[None, None, :]
+    head = (tl.program_id(1).to(tl.int64) * height + tl.arange(0, height))[:, None, None]
+    component = (2 * tl.arange(0, width)[None, :, None] + tl.arange(0, 2)[None, None, :]).to(tl.int64)
     inside = (head < count) & (component < size)
     value = tl.load(heads + token * token_stride + head * head_stride + component * stride, mask=inside, other=0.0)
     first, second = tl.split(value.to(rotations.dtype.element_ty))
@@ -53,6 +55,7 @@ class _TritonRotary(torch.autograd.Function):
         return _rotate(heads, rotations, sign=1)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _rotate(grad, *ctx.saved_tensors, sign=-1), None
 

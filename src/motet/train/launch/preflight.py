@@ -110,7 +110,10 @@ def _check_attention(job: Job) -> None:
     spec = model_spec(job) if on_gpu else None
     adds_bias = isinstance(job.model, EncoderDecoderSettings)
     heads = spec.attention if spec else ()
-    problem = attention_problem(job.precision, heads, on_gpu=on_gpu, adds_bias=adds_bias)
+    is_deterministic = job.run.reproducible is not None
+    problem = attention_problem(
+        job.precision, heads, on_gpu=on_gpu, adds_bias=adds_bias, is_deterministic=on_gpu and is_deterministic
+    )
     check_input(not problem, problem)
 
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from motet.models.arch.layers import apply_activation, gated_activation
 from motet.models.kept_results import keep_result
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
+from motet.models.single_backward import single_backward
 
 _KERNEL_BYTES = 16  # Rows of each operand of the grouped kernel are multiples of it
 _CACHE_BYTES = 2**20  # For each thread: a CPU gathers the outputs of as many tokens, and adds them while they are near
@@ -62,7 +62,7 @@ class _GroupedProduct(torch.autograd.Function):
         return keep_result(lambda: _multiply(x, weights.mT, stops))
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights, stops = ctx.saved_tensors
         grad_x = _multiply(grad, weights, stops) if ctx.needs_input_grad[0] else None
@@ -116,7 +116,7 @@ class _ToExperts(torch.autograd.Function):
         return inputs if is_dropped is None else inputs.masked_fill_(is_dropped.unsqueeze(-1), 0)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
         (order,) = ctx.saved_tensors
         result = grad.new_empty(ctx.shape[0], ctx.shape[2])
@@ -139,7 +139,7 @@ class _FromExperts(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         outputs, weights, order = ctx.saved_tensors
         by_assignment = grad.index_select(0, order // weights.shape[1])

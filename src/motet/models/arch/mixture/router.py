@@ -8,10 +8,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from motet.models.arch.layers import accumulation_dtype
 from motet.models.settings import MixtureOfExpertsSettings
+from motet.models.single_backward import single_backward
 
 _SMALLEST_SUM = 1e-20  # Sigmoid scores of a token may all be 0
 
@@ -68,7 +68,7 @@ class _LogitsFunction(torch.autograd.Function):
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows, grad_x, grad_weight = grad.flatten(0, -2), None, None
