@@ -1,5 +1,6 @@
 """The rates of motet's own kernels on GPUs: eager and compiled blocks, and whether a file has measured them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ RATES = {
 }
 PORT = {"kind": "switch", "alpha_s": 1e-6, "bandwidth_Bps": 450e9}
 BLOCKS_SENTENCE = "The bytes and the number of kernels of compiled blocks are assumed, from steps of torchtitan."
+NO_RATE = "has measured [rates]. It has none for products in float32."  # Those of `tiny`
 SENTENCE = "The rates of motet's own kernels on GPUs are assumed, from steps of torchtitan and Megatron, until"
 
 
@@ -102,10 +104,34 @@ def test_plans_say_once_what_is_assumed_of_motet_on_gpus(
     tmp_path: Path, words: list[str], is_said: bool, are_blocks_assumed: bool
 ) -> None:
     assert printed(*words, "--cluster", "h100").count(SENTENCE) == is_said
-    measured = printed(*words, "--cluster", cluster_file(tmp_path, rates=RATES))
+    assert printed(*words, "--cluster", cluster_file(tmp_path, rates=RATES)).count(NO_RATE) == is_said
+    both = RATES | {"products": {"bfloat16": 700e12, "float32": 60e12}}
+    measured = printed(*words, "--cluster", cluster_file(tmp_path, rates=both))
+    assert NO_RATE not in measured
     assert (measured.count(SENTENCE), measured.count(BLOCKS_SENTENCE)) == (0, are_blocks_assumed)
     if "--stack" not in words:
         assert printed(*words, "--cluster", "cpu").count(SENTENCE) == 0
+
+
+def test_a_dtype_that_motet_does_not_know_has_no_rate(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"the key rates.products.bf16 must be 'float64', 'float32', "):
+        h100(tmp_path, products={"bf16": 700e12})
+
+
+@pytest.mark.parametrize(
+    ("words", "framework"),
+    [
+        (("--layout", "zero=1"), "'motet-compiled'"),
+        (("--layout", "zero=1 cp=2"), "'motet'"),
+        (("--layout", "zero=1", "--stack", "motet"), "'motet'"),
+        (("--compare", "zero=1", "zero=1 cp=2", "zero=2"), "'motet-compiled' (layouts 1, 3) or 'motet' (layouts 2)"),
+    ],
+)
+def test_the_framework_of_a_plan_is_that_of_its_blocks(words: tuple[str, ...], framework: str) -> None:
+    plan = ("plan", "tiny", "--gpus", "8", "--cluster", "h100")
+    assert f"the framework {framework}, products in" in printed(*plan, *words)
+    frameworks = [each["framework"] for each in json.loads(printed(*plan, *words, "--json"))["plans"]]
+    assert {*frameworks} == {name for name in ("motet", "motet-compiled") if f"'{name}'" in framework}
 
 
 def test_both_stacks_differ_only_in_their_blocks() -> None:

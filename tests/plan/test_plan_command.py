@@ -203,6 +203,15 @@ def test_no_torch_is_loaded() -> None:
         ("--layout recompute=some", "recompute = 'some' in a layout: use one of none, selective"),
         ("--tokens many", "--tokens 'many' is not a number of tokens; write it as 15.6T"),
         ("--stack nemo", "--stack 'nemo': use one of motet"),
+        ("--stack motet-cpu", "--stack 'motet-cpu' is motet on processors, not on H100 SXM; leave it"),
+        (
+            "--stack motet-compiled --cluster cpu --gpus 8",
+            "--stack 'motet-compiled' is motet on GPUs, not on CPU; leave",
+        ),
+        (
+            "--stack motet-compiled run.compile=off",
+            "--stack 'motet-compiled' does not go with run.compile = 'off'; leave",
+        ),
         ("--top 0", "--top 0: give 1 or more"),
         (
             "--cluster v100 data.batch_sequences=8 --gpus 1",

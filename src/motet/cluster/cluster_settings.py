@@ -102,6 +102,7 @@ def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, bool) else tuple(value) if isinstance(value, list) else value
 
 
+ProductDtype = Literal["float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "mxfloat8", "float4"]
 RateValue = Annotated[FlopsSetting, BeforeValidator(_bare_number_to_table)]
 DelayValue = Annotated[LatencySecondsSetting, BeforeValidator(_bare_number_to_table)]
 BandwidthValue = Annotated[BytesPerSecondSetting, BeforeValidator(_bare_number_to_table)]
@@ -245,7 +246,7 @@ class DatasheetSettings(FrozenSettings):
 class KernelRatesSettings(FrozenSettings):
     """Rates that kernels of one rank reach alone, on a processor or a GPU, for `motet plan`."""
 
-    products: Annotated[dict[str, RateValue], Field(min_length=1)]
+    products: Annotated[dict[ProductDtype, RateValue], Field(min_length=1)]
     """FLOP/s of matrix products, by the dtype of their inputs."""
     product_edge: Annotated[float, Field(ge=0, le=1e4)] = 0.0
     """Elements that each dimension of a product counts in addition, because edges and packing take time."""

@@ -147,7 +147,9 @@ def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
             return f"{key}.{discriminator} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
         case "literal_error":
             choices = ctx["expected"] + remedy if remedy else _choices(detail["input"], ctx["expected"])
-            return f"{key} = {_shorten(detail['input'])} must be {choices}"
+            table = key.removesuffix(".[key]")  # pydantic's word for a key of a table
+            name = f"{key} = {_shorten(detail['input'])}" if table == key else f"the key {table}"
+            return f"{name} must be {choices}"
         case "model_type" | "model_attributes_type" if len(inner_groups) == 1:
             value = "..." if "=" in str(detail["input"]) else _shorten(detail["input"]).strip("'")
             example = f"{key}.{next(iter(inner_groups[0].model_fields))}={value}"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.models.kept_results import keep_result
-from motet.models.single_backward import single_backward
+from motet.models.kernels.autograd_backward import single_backward
 from motet.parallel.data_parallel.flat_parameters import ParameterGradientSum
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.tensor_parallel.boundary_functions import join_parts, unflatten_parts

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import get_args
 
 from motet.cluster.cluster import MAX_RANKS, Cluster, build_cluster, cluster_presets, device_of_cluster
-from motet.cluster.cluster_settings import ClusterSettings, HostSettings, KernelRatesSettings
+from motet.cluster.cluster_settings import ClusterSettings, HostSettings, KernelRatesSettings, ProductDtype
 from motet.cluster.device_specs import UNKNOWN_GENERATION, DeviceSpec
 from motet.collectives.algorithms import build
 from motet.collectives.cost.alpha_beta import CollectiveCost, estimate_cost
@@ -170,8 +171,8 @@ def rates_with_measured(device: DeviceSpec, rates: KernelRatesSettings) -> Devic
 def measured_rates(rates: KernelRatesSettings) -> DeviceRates:
     """The measured rates of a processor. A dtype without one is multiplied like the first one."""
     first = next(iter(rates.products.values()))
-    products = {name: rates.products.get(name, first).value for name in DTYPE_BYTES}
-    products |= dict.fromkeys(("float8", "mxfloat8", "float4", "tfloat32"), first.value)
+    products = dict.fromkeys((*DTYPE_BYTES, *get_args(ProductDtype)), first.value)
+    products |= {name: rate.value for name, rate in rates.products.items()}
     return DeviceRates(
         products,
         0,

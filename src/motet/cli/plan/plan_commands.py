@@ -49,7 +49,9 @@ def layouts_command(  # noqa: PLR0913 - a command's options
     ] = None,
     top: Annotated[int, Option(help="Number of layouts to print.")] = 10,
     tokens: Annotated[str | None, Option(help="Tokens of a training, such as 15.6T: adds days and GPU-hours.")] = None,
-    stack: Annotated[str, Option(help="The framework that executes the step.")] = "motet",
+    stack: Annotated[
+        str | None, Option(help="The framework that executes the step; else motet with the settings of the job.")
+    ] = None,
     matmul: Annotated[
         Literal["float8", "mxfloat8", "float4"] | None, Option(help="Inputs of products; else those of the recipe.")
     ] = None,

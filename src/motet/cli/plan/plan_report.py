@@ -1,8 +1,8 @@
 """The output of `motet plan JOB`: the best layouts on a cluster, and why the others do not fit."""
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
 from motet.plan.search.layout_space import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedKind, RankedPlan, Ranking, Refusal, RejectedPlan
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.train.forecast.planned_job import own_stack, planned_step
+from motet.train.forecast.planned_job import planned_step, reason_against_compiled_plan
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
 
@@ -46,7 +46,7 @@ class PlanRequest:
     layout: str | None
     top: int
     tokens: str | None
-    stack: str
+    stack: str | None
     matmul: str | None
     model: Path | None
     headroom: str
@@ -67,7 +67,8 @@ def split_layouts(words: tuple[str, ...], compared: tuple[str, ...]) -> tuple[tu
 def plan_layouts(request: PlanRequest) -> None:
     """Print the ranking, or the prediction of one layout."""
     tokens = parse_tokens(request.tokens) if request.tokens is not None else None
-    check_input(request.stack in STACKS, f"--stack {request.stack!r}: use one of {', '.join(STACKS)}")
+    is_known = request.stack is None or request.stack in STACKS
+    check_input(is_known, f"--stack {request.stack!r}: use one of {', '.join(STACKS)}")
     check_input(request.top >= 1, f"--top {request.top}: give 1 or more")
     job = load_job_or_config(request.source, [*request.overrides])
     cluster = load_planned_cluster(request.cluster, request.gpus)
@@ -100,7 +101,11 @@ def plan_layouts(request: PlanRequest) -> None:
         return
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
     notes = [_tier_note(ranking, cluster, outcome, top=request.top)] if request.layout is None else []
-    notes = [*filter(None, notes), *costs, _assumptions(step, cluster, request.headroom)]
+    notes = [
+        *filter(None, notes),
+        *costs,
+        _assumptions([kind.best.step for kind in outcome.kinds], cluster, request.headroom),
+    ]
     if any(kind.best.step.states != "device" for kind in outcome.kinds):
         notes.append(_host_assumptions(cluster))
     print_lines(*_lines(report, request, outcome), *notes)
@@ -114,12 +119,12 @@ def _compare(request: PlanRequest, job: Job, planned: tuple[PlannedStep, Planned
     is_alone = request.layout is None and request.write is None
     check_input(is_alone, "--compare names layouts; leave --layout and --write out")
     check_writable(request.svg)
-    plans = []
-    for layout in request.compared:
-        plan, reason = ranking.predict(with_layout(step, layout, request.gpus))
+    plans, steps = [], [with_layout(step, layout, request.gpus) for layout in request.compared]
+    for each in steps:
+        plan, reason = ranking.predict(each)
         sent = {"sent_bytes": sent_bytes_of_first_rank(job, plan.step)}
         plans.append(_plan_report(plan, cluster, reason) | sent)
-    note = _assumptions(step, cluster, request.headroom)
+    note = _assumptions(steps, cluster, request.headroom)
     if request.svg is not None:
         title = f"Layouts of {job.name} on {request.gpus} devices of {cluster.name}"
         write_file_atomically(request.svg, comparison_picture(plans, title=title, note=note).encode())
@@ -180,11 +185,20 @@ def _equal_within(error: float | None) -> float:
     return min(_MOST_TOLERANCE, _MOST_TOLERANCE if error is None else error)
 
 
-def stack_on(cluster: PlannedCluster, name: str, job: Job) -> str:
-    """The framework of this name for the devices of a cluster; motet compiles the blocks of a job, or does not."""
-    if name != "motet":
-        return name
-    return "motet-cpu" if cluster.is_processor else own_stack(job)
+def stack_on(cluster: PlannedCluster, name: str | None, job: Job) -> str:
+    """The framework of this name for the devices of a cluster; without a name it is motet, which compiles the blocks of
+    a job on GPUs, or does not."""
+    if cluster.is_processor:
+        check_input(
+            name != "motet-compiled", f"--stack {name!r} is motet on GPUs, not on {cluster.device.name}; leave it out"
+        )
+        return "motet-cpu" if name in (None, "motet") else name
+    check_input(
+        name != "motet-cpu", f"--stack {name!r} is motet on processors, not on {cluster.device.name}; leave it out"
+    )
+    reason = reason_against_compiled_plan(job)
+    check_input(name != "motet-compiled" or reason is None, f"--stack {name!r} does not go with {reason}; leave it out")
+    return name or ("motet-compiled" if reason is None else "motet")
 
 
 def planned_model(job: Job, file: Path | None) -> PlannedModel:
@@ -264,6 +278,7 @@ def _plan_report(plan: RankedPlan, cluster: PlannedCluster, reason: str | None) 
     overhead = {"allocator": worst.reserved - worst.allocated, "context": worst.outside - worst.reserved}
     return {
         "layout": step.layout_text,
+        "framework": step.block_stack.name,
         "runs_today": False,
         "fits": reason is None,
         "reason": reason,
@@ -397,19 +412,30 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
 
 def rates_note(step: PlannedStep, cluster: PlannedCluster) -> str:
     """A sentence on the rates of motet's kernels that nobody has measured on the devices of a cluster, or nothing."""
-    return step.block_stack.assumption(cluster.measured is not None)
+    is_measured = cluster.measured is not None
+    is_dtype_measured = cluster.measured is not None and step.matmul in cluster.measured.products
+    note = step.block_stack.assumption(is_dtype_measured)
+    is_missing = bool(note) and is_measured and not is_dtype_measured
+    return f"{note} It has none for products in {step.matmul}." if is_missing else note
 
 
-def _assumptions(step: PlannedStep, cluster: PlannedCluster, headroom: str) -> str:
+def _assumptions(steps: Sequence[PlannedStep], cluster: PlannedCluster, headroom: str) -> str:
+    step, rows = steps[0], defaultdict[str, list[str]](list)
+    for number, each in enumerate(steps, 1):
+        rows[each.block_stack.name].append(str(number))
+    names = [
+        repr(name) if len(rows) == 1 else f"{name!r} (layouts {', '.join(places)})" for name, places in rows.items()
+    ]
     experts = ", experts that all get equally many tokens" if step.spec.expert_count else ""
+    notes = filter(None, (rates_note(each, cluster) for each in steps))
     return (
         f"Predicted, not measured, for {cluster.device.name} with {format_bytes(cluster.device.usable_bytes)} that a "
         f"process can use ({headroom} of it stay free), {cluster.devices_per_host} on a host, the framework "
-        f"{step.stack.name!r}, products in "
+        f"{' or '.join(names)}, products in "
         f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
         "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices to which the "
         "planner was not fitted. `motet plan validate` predicts published steps."
-        + (f" {note}" if (note := rates_note(step, cluster)) else "")
+        + (f" {note}" if (note := next(notes, "")) else "")
     )
 
 

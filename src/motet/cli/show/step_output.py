@@ -157,7 +157,7 @@ def show_step(request: StepRequest) -> None:
 
 def _simulated_step(job: Job, cluster: PlannedCluster, request: StepRequest) -> PlannedStep:
     """The step of the requested layout, or of the layout of the job."""
-    step = planned_step(job, layout_of_sizes(), model=planned_model(job, None), stack=stack_on(cluster, "motet", job))
+    step = planned_step(job, layout_of_sizes(), model=planned_model(job, None), stack=stack_on(cluster, None, job))
     if request.layout is not None:
         return with_layout(step, request.layout, request.ranks)
     check_input(

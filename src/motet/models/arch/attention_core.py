@@ -18,10 +18,10 @@ from torch import Tensor
 
 from motet.models.arch.attention_mask import AttentionMask
 from motet.models.arch.layers import accumulation_dtype
+from motet.models.kernels.autograd_backward import single_backward
 from motet.models.kernels.choice import kernel_device
 from motet.models.kernels.head_sizes import MAX_HEAD_DIM, takes_heads
 from motet.models.kernels.variable_length import variable_length_kernel
-from motet.models.single_backward import single_backward
 from motet.models.torch_private import constant_in_graphs, is_amx_supported, softmax_backward, softmax_or_zeros
 
 QUERIES_PER_BLOCK = 128

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from motet.models.kernels.autograd_backward import single_backward
 from motet.models.kernels.choice import Implementation, chosen, in_triton, kernel_device
 from motet.models.settings import ActivationName, RopeScalingSettings, TransformerSettings
-from motet.models.single_backward import single_backward
 from motet.models.torch_private import runs_forward_alone
 
 _aten = torch.ops.aten

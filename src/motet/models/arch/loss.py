@@ -25,8 +25,8 @@ from motet.models.arch.logit_slices import (
     SOFTMAX_CHUNK_BYTES,
     even_row_slices,
 )
+from motet.models.kernels.autograd_backward import single_backward
 from motet.models.kernels.choice import chosen, in_triton
-from motet.models.single_backward import single_backward
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motet.models.kernels.autograd_backward import single_backward
 from motet.models.settings import ActivationName
-from motet.models.single_backward import single_backward
 
 _WIDTH = 1024  # Columns of a row that a program computes; assumed
 

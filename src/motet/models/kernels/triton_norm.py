@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.single_backward import single_backward
+from motet.models.kernels.autograd_backward import single_backward
 
 _TILE = 4096  # Elements of a tile of short rows; assumed
 _PROGRAMS = 512  # In backward: each has a row of sums; two to four for each multiprocessor of a GPU; assumed

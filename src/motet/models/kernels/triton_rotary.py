@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motet.models.single_backward import single_backward
+from motet.models.kernels.autograd_backward import single_backward
 
 _TILE = 4096  # Elements of the heads that a program rotates; assumed
 

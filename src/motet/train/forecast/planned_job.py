@@ -15,9 +15,15 @@ from motet.train.job import Job, batch_shape
 
 def own_stack(job: Job) -> str:
     """The framework that motet is on GPUs: its blocks are compiled, or run eagerly in every layout."""
+    return "motet-compiled" if reason_against_compiled_plan(job) is None else "motet"
+
+
+def reason_against_compiled_plan(job: Job) -> str | None:
+    """Why the blocks of a job run eagerly on GPUs in every layout."""
+    if job.run.compile == "off":
+        return "run.compile = 'off'"
     reason = reason_against_compiling(dict(job), without=STEP_SETTINGS)
-    is_written = job.run.compile == "off" or reason is not None
-    return "motet" if is_written or _drops_by_config(job) else "motet-compiled"
+    return "the dropout of the model's config" if reason is None and _drops_by_config(job) else reason
 
 
 def _drops_by_config(job: Job) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from motet.models.arch.layers import apply_activation, gated_activation
 from motet.models.kept_results import keep_result
+from motet.models.kernels.autograd_backward import single_backward
 from motet.models.settings import DecoderSettings, MixtureOfExpertsSettings
-from motet.models.single_backward import single_backward
 
 _KERNEL_BYTES = 16  # Rows of each operand of the grouped kernel are multiples of it
 _CACHE_BYTES = 2**20  # For each thread: a CPU gathers the outputs of as many tokens, and adds them while they are near

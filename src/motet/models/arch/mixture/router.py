@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from motet.models.arch.layers import accumulation_dtype
+from motet.models.kernels.autograd_backward import single_backward
 from motet.models.settings import MixtureOfExpertsSettings
-from motet.models.single_backward import single_backward
 
 _SMALLEST_SUM = 1e-20  # Sigmoid scores of a token may all be 0
 
