@@ -82,6 +82,7 @@ FOREIGN_PATHS: dict[tuple[str, str], str] = {
     ("docs/guide/symptoms.md", "torch/autograd/graph.py"): "a file of torch",
     ("docs/reference/bad-input.md", "models.py"): "a file of the reader",
     ("docs/reference/tensor-parallel-families.md", "modeling_bloom.py"): "a file of transformers",
+    ("docs/reference/tensor-parallel-families.md", "modeling_olmo2.py"): "a file of transformers",
     ("docs/reference/context-parallel-families.md", "modeling_xglm.py"): "a file of transformers",
     ("docs/benchmarks/mutations.md", "*"): "the page names the commit that was measured",
 }

@@ -41,6 +41,14 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
     "2 ranks, gradients in int8": (2, ["communication.compress_gradients=int8", "layout.zero=1"]),
 }
+_HEADS = "model.head_dim=16"  # A multiple that each kernel takes; two query heads have a key head
+ATTENTION = {
+    **{
+        f"attention by {name}": [_HEADS, f"precision.attention={name}"]
+        for name in ("cudnn", "flash", "efficient", "plain")
+    },
+    "documents and a window by variable length": [_HEADS, "data.restart_documents=true", "model.sliding_window=12"],
+}
 COMPILED, DROPOUT = "run.compile=blocks", "model.dropout=0.1"
 TRITON_RECIPES = "bf16", "fp16", "fp32"
 TRITON_KERNELS = {
@@ -83,6 +91,10 @@ def parity_rows(device: str, folder: str) -> list[Row]:
     rows += [
         Row(f"{name}: as far from float64 as on the CPU", 4, partial(_recipe, device, folder, recipe, name))
         for name, recipe in RECIPES.items()
+    ]
+    rows += [
+        Row(f"bf16, {name}: as far from float64 as on the CPU", 3, partial(_attention, device, folder, settings))
+        for name, settings in ATTENTION.items()
     ]
     triton_s, compiled_s = (5, 20) if device == "cuda" else (60, 60)  # A CPU interprets kernels
     rows += [
@@ -155,6 +167,13 @@ def _recipe(device: str, folder: str, recipe: Sequence[str], name: str, report: 
     # Processors have no TF32, which keeps 10 bits of a product's inputs, as fp16 does.
     on_cpu = _on_cpu(report, folder, RECIPES["fp16"] if name == "tf32" else recipe, "decoder")
     return _as_far(report.call(train, None, device, folder, recipe, "decoder"), on_cpu, exact)
+
+
+def _attention(device: str, folder: str, settings: Sequence[str], report: Report) -> Outcome:
+    exact = _on_cpu(report, folder, [each for each in settings if not each.startswith("precision.")], "decoder")
+    narrow = [*settings, *RECIPES["bf16"]]
+    on_cpu = _on_cpu(report, folder, narrow, "decoder")
+    return _as_far(report.call(train, None, device, folder, narrow, "decoder"), on_cpu, exact)
 
 
 def _as_far(trained: Trained, on_cpu: Trained, exact: Trained) -> Outcome:

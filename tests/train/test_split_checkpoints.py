@@ -66,7 +66,7 @@ def split_by_name(tensors: tuple[TensorInfo, ...], tp: int) -> ModelSharding:
     return ModelSharding(
         rules,
         (BoundaryComm("", "input", 0, "copy", "tp", shared_by=layers), BoundaryComm("", "output", 0, "sum", "tp")),
-        activations=tuple(ActivationSplit(name, "input", ((2, "tp"),)) for name in sorted(inside)),
+        activations=tuple(ActivationSplit(name, "input", (DimensionSplit(2, "tp"),)) for name in sorted(inside)),
     )
 
 
@@ -147,7 +147,7 @@ PIPELINE_MODELS: dict[str, list[str]] = {
     "t5": [f"model={{family='encoder-decoder', {ENCODER.replace('260', '359')}}}", "data.objective=spans"],
     "bf16": ["precision.recipe=bf16"],
     "adapters": ["model.adapters={rank=4, targets=['*qkv', '*up']}"],
-    "frozen": ["model.frozen=['*ffn*', '*blocks.1.*']"],
+    "frozen": ["model.frozen=['*ffn*', '*blocks.1.*']", "layout.require_split=0.4"],  # tp=4 leaves two key heads whole
 }
 
 

@@ -375,7 +375,7 @@ def test_losses_and_updates_compile_for_a_gpu(compiled: list[str], dtype: torch.
     from motet.models.kernels.triton_adamw import update_adamw
     from motet.models.kernels.triton_cross_entropy import losses_of_rows, statistics_of_rows, write_errors
 
-    logits, targets = torch.zeros(3, 300, dtype=dtype), torch.arange(3)
+    logits, targets = torch.zeros(3, 9000, dtype=dtype), torch.arange(3)  # Wider than a program
     for overwrites in (False, True):
         losses_of_rows(logits, targets, overwrites=overwrites)
         # Threads meet after each has read the logit of the target, which errors overwrite.
@@ -384,7 +384,7 @@ def test_losses_and_updates_compile_for_a_gpu(compiled: list[str], dtype: torch.
     logsumexp, _ = statistics_of_rows(logits, column, is_here)
     for scale in (None, logsumexp):
         write_errors(logits, logsumexp, column, is_here=is_here, output=logits, scale=scale)
-    master, numbers, step = torch.zeros(300).to(logsumexp.dtype), torch.zeros(6, dtype=torch.float64), torch.ones(())
+    master, numbers, step = torch.zeros(9000).to(logsumexp.dtype), torch.zeros(6, dtype=torch.float64), torch.ones(())
     for compute in (None, logits[0]):
         update_adamw(master, logits[0], (master, master), numbers=numbers, step=step, compute=compute)
     assert len(compiled) == 7

@@ -1,7 +1,8 @@
 """Cross-entropy of rows of logits in Triton, which may overwrite the logits with their errors.
 
 A program computes a row: the largest logit and the sum of exponentials in a first pass over its columns, the errors in
-a second one, which finds the row in the cache of the device. Sums are in float32, in float64 for logits of float64.
+a second one. Large programs keep few rows under way, so that the second pass finds its row in the cache of the device.
+Sums are in float32, in float64 for logits of float64.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WIDTH = 4096  # Columns that a program reads together; assumed
+_WIDTH, _WARP_WIDTH = 8192, 256  # Columns that a program and a warp of it read together; assumed
 
 
 @triton.jit
@@ -83,7 +84,8 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> N
     """Start a kernel with a program for each row."""
     if len(logits):
         wide, size = tl.float64 if logits.dtype == torch.float64 else tl.float32, logits.shape[1]
-        constants |= {"wide": wide, "width": min(_WIDTH, triton.next_power_of_2(max(1, size)))}
+        width = min(_WIDTH, triton.next_power_of_2(max(1, size)))
+        constants |= {"wide": wide, "width": width, "num_warps": max(4, width // _WARP_WIDTH)}
         kernel[(len(logits),)](logits, *arguments, logits.stride(0), size, **constants)
 
 
