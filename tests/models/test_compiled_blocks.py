@@ -484,6 +484,7 @@ def test_a_graph_for_other_documents_that_is_refused_leaves_earlier_ones() -> No
         ),
         (lambda x: x * torch.ops.aten.rand_like.default(x), "aten.rand_like.default"),
         (lambda x: torch.ops.aten.dropout.default(x, 0.1, True), "aten.dropout.default"),
+        (lambda x: torch.ops.aten.native_dropout.default(x, 0.1, None)[0], "aten.native_dropout.default"),
         (MultiHead(dropout=0.1), "multi_head_attention_forward"),
         (
             lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], None, 0.1),

@@ -151,7 +151,7 @@ _RANDOM_CALLS = {f"{name}{suffix}" for name in ("rand", "randint", "randn") for 
     *("multinomial", "normal", "normal_", "poisson", "random_", "randperm", "uniform_"),
     *("binomial", "_standard_gamma", "_sample_dirichlet"),  # Distributions of torch call them
 }
-_CHANCES = "p", "dropout_p", "train", "training"  # Arguments without whose values an operator draws nothing
+_CHANCES = "p", "dropout_p", "train", "training"  # Arguments of operators; one that is zero or false draws nothing
 # Functions that draw where an argument at this place, `dropout_p` or `training`, is neither zero nor false
 _RANDOM_BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10, "rrelu": 3}
 
@@ -297,5 +297,5 @@ def _random_name(node: torch.fx.Node) -> str | None:
 def _random_operator(operator: Any, node: torch.fx.Node) -> str | None:
     values = {each.name: each.default_value for each in operator._schema.arguments if each.has_default_value()}
     values |= dict(zip((each.name for each in operator._schema.arguments), node.args, strict=False)) | node.kwargs
-    draws = torch.Tag.nondeterministic_seeded in operator.tags and all(values.get(name, True) for name in _CHANCES)
-    return str(operator) if draws else None
+    is_off = any(values.get(name) in (0, False) for name in _CHANCES)  # None, which is a default, is on
+    return str(operator) if torch.Tag.nondeterministic_seeded in operator.tags and not is_off else None

@@ -101,12 +101,9 @@ def plan_layouts(request: PlanRequest) -> None:
         return
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
     notes = [_tier_note(ranking, cluster, outcome, top=request.top)] if request.layout is None else []
-    notes = [
-        *filter(None, notes),
-        *costs,
-        _assumptions([kind.best.step for kind in outcome.kinds], cluster, request.headroom),
-    ]
-    if any(kind.best.step.states != "device" for kind in outcome.kinds):
+    steps = [kind.best.step for kind in outcome.kinds]
+    notes = [*filter(None, notes), *costs, _assumptions(steps, cluster, request.headroom)]
+    if any(each.states != "device" for each in steps):
         notes.append(_host_assumptions(cluster))
     print_lines(*_lines(report, request, outcome), *notes)
 
@@ -412,20 +409,18 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
 
 def rates_note(step: PlannedStep, cluster: PlannedCluster) -> str:
     """A sentence on the rates of motet's kernels that nobody has measured on the devices of a cluster, or nothing."""
-    is_measured = cluster.measured is not None
-    is_dtype_measured = cluster.measured is not None and step.matmul in cluster.measured.products
-    note = step.block_stack.assumption(is_dtype_measured)
-    is_missing = bool(note) and is_measured and not is_dtype_measured
-    return f"{note} It has none for products in {step.matmul}." if is_missing else note
+    if cluster.measured is None or step.matmul in cluster.measured.products:
+        return step.block_stack.assumption(cluster.measured is not None)
+    note = step.block_stack.assumption(has_measured_rates=False)
+    return f"{note} It has none for products in {step.matmul}." if note else ""
 
 
 def _assumptions(steps: Sequence[PlannedStep], cluster: PlannedCluster, headroom: str) -> str:
     step, rows = steps[0], defaultdict[str, list[str]](list)
     for number, each in enumerate(steps, 1):
         rows[each.block_stack.name].append(str(number))
-    names = [
-        repr(name) if len(rows) == 1 else f"{name!r} (layouts {', '.join(places)})" for name, places in rows.items()
-    ]
+    names = [f"{name!r} (layouts {', '.join(places)})" for name, places in rows.items()]
+    names = names if len(rows) > 1 else [repr(name) for name in rows]
     experts = ", experts that all get equally many tokens" if step.spec.expert_count else ""
     notes = filter(None, (rates_note(each, cluster) for each in steps))
     return (
