@@ -121,8 +121,7 @@ and {LIMIT:.0e} is the limit. The graphs ran with torch's kernels, so that float
 collective in it and of its gradients; the code that torch.compile makes of a graph rounds in another order
 ([benchmark](../benchmarks/compiled-blocks.md)). The mode in which modules of transformers compute in
 float64 was traced into their graphs here. A training run traces no mode, and compiles nothing in float64.
-Backward gathers the inputs of split layers again since these rows were measured. Tests compare such blocks of motet's
-own models with eager ones.
+Backward gathers the inputs of split layers again, as eager blocks do.
 
 Made by `python scripts/docs.py reference/compiled-blocks.md` at commit{"s" * (len(commits) > 1)} {", ".join(commits)}.
 
