@@ -118,17 +118,21 @@ def failing_job(how: str) -> None:
             {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTORCH_ALLOC_CONF": ""},
             {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
         ),
-        ([], {"PYTORCH_ALLOC_CONF": "", COMPILER_CACHE: "/mine"}, {COMPILER_CACHE: "/mine"}),
+        ([], {"PYTORCH_ALLOC_CONF": "", COMPILER_CACHE: "mine"}, {COMPILER_CACHE: "mine"}),
     ],
 )
 def test_ranks_find_the_variables_that_cuda_and_the_compiler_read_when_they_start(
-    monkeypatch: pytest.MonkeyPatch, settings: list[str], environment: dict[str, str], expected: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: list[str],
+    environment: dict[str, str],
+    expected: dict[str, str],
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", COMPILER_CACHE)
     for name in names:
         monkeypatch.setenv(name, "")  # So that its state is restored at the end
         monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     seen = list[dict[str, str]]()
@@ -140,7 +144,7 @@ def test_ranks_find_the_variables_that_cuda_and_the_compiler_read_when_they_star
     monkeypatch.setattr(entry_points, "launch_ranks", launch)
     with pytest.raises(Exit):
         train_command(words=["small.toml", *settings])
-    default = {COMPILER_CACHE: "/caches/motet/compiled"}
+    default = {COMPILER_CACHE: str(tmp_path / "motet/compiled")}
     assert seen == [{**default, **{name: value for name, value in environment.items() if value}, **expected}]
 
 
@@ -256,7 +260,9 @@ def test_a_killed_rank_is_started_again_from_the_checkpoint(motet: Motet) -> Non
     done = motet("train", "failing.toml", "run.restarts=1", "checkpoint.every=1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("starting again from the last checkpoint (1 of 1)") == 1
-    assert "resumed from checkpoints/step-00000002" in done.stdout and summary("runs/failing-001")["finished"]
+    assert (
+        re.search("resumed from checkpoints/step-0000000[12]", done.stdout) and summary("runs/failing-001")["finished"]
+    )
     assert len(json.loads(Path("runs/failing-001/versions.json").read_text())) == 1
 
 
