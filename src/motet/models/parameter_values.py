@@ -6,6 +6,7 @@ Modules whose parameters have no memory, made by unchanged code.
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -59,16 +60,13 @@ def whole_box(shape: Shape) -> TensorBox:
     return (0,) * len(shape), tuple(shape)
 
 
-_LARGE_BYTES = 1 << 28
-
-
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """A context in which a parameter moves to the meta device when a module registers it. Buffers keep their values.
 
     Drawing a normal distribution there would run, and import, much of torch's compiler.
     """
-    register, draw_normal, empty = nn.Module.register_parameter, Tensor.normal_, torch.empty
+    register, draw_normal = nn.Module.register_parameter, Tensor.normal_
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if type(param) is nn.Parameter:
@@ -78,17 +76,19 @@ def parameters_on_meta() -> Iterator[None]:
     def normal_unless_on_meta(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
         return tensor if tensor.is_meta else draw_normal(tensor, *args, **named)
 
-    def empty_unless_large(*size: Any, **named: Any) -> Tensor:
-        """Layers make a table before they register it, and some limits count memory that nobody writes."""
-        if named.get("device") is None and "out" not in named:
-            result: Tensor = empty(*size, **named | {"device": "meta"})
-            if result.nbytes >= _LARGE_BYTES:
-                return result
-        made: Tensor = empty(*size, **named)
-        return made
+    def initialize_on_meta(initialize: Callable[..., None]) -> Callable[..., None]:
+        """A layer makes its parameters before it registers them, and some limits count memory that nobody writes."""
+
+        @wraps(initialize)
+        def run(layer: nn.Module, *args: Any, **named: Any) -> None:
+            with torch.device("meta"):
+                initialize(layer, *args, **named)
+
+        return run
 
     with (
-        patch.object(torch, "empty", empty_unless_large),
+        patch.object(nn.Embedding, "__init__", initialize_on_meta(nn.Embedding.__init__)),
+        patch.object(nn.Linear, "__init__", initialize_on_meta(nn.Linear.__init__)),
         patch.object(nn.Module, "register_parameter", register_on_meta),
         patch.object(Tensor, "normal_", normal_unless_on_meta),
     ):
