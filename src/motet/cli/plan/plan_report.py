@@ -1,14 +1,15 @@
 """The output of `motet plan JOB`: the best layouts on a cluster, and why the others do not fit."""
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from motet.cli.job_arguments import load_job_or_config, trace_job
 from motet.cli.output import OutputLine, check_writable, log, print_lines, table_lines
+from motet.cli.plan.plan_assumptions import assumptions, host_assumptions, stack_on
 from motet.core.errors import InputError, check_input
 from motet.core.text_files import to_toml, write_file_atomically
 from motet.core.trace import progress_if_slow
@@ -24,7 +25,7 @@ from motet.plan.planned_step import POLICY_OF_BLOCKS, PlannedModel, PlannedStep
 from motet.plan.search.layout_space import with_layout
 from motet.plan.search.ranking import LayoutRanking, RankedKind, RankedPlan, Ranking, Refusal, RejectedPlan
 from motet.plan.validation.expected_errors import errors_on_device
-from motet.train.forecast.planned_job import planned_step, reason_against_compiled_plan
+from motet.train.forecast.planned_job import planned_step
 from motet.train.job import Job
 from motet.train.launch.preflight import check_job
 
@@ -102,9 +103,9 @@ def plan_layouts(request: PlanRequest) -> None:
     costs = () if tokens is None else (_cost_line(report["plans"][0], request.tokens, cluster),)
     notes = [_tier_note(ranking, cluster, outcome, top=request.top)] if request.layout is None else []
     steps = [kind.best.step for kind in outcome.kinds]
-    notes = [*filter(None, notes), *costs, _assumptions(steps, cluster, request.headroom)]
+    notes = [*filter(None, notes), *costs, assumptions(steps, cluster, request.headroom)]
     if any(each.states != "device" for each in steps):
-        notes.append(_host_assumptions(cluster))
+        notes.append(host_assumptions(cluster))
     print_lines(*_lines(report, request, outcome), *notes)
 
 
@@ -121,7 +122,7 @@ def _compare(request: PlanRequest, job: Job, planned: tuple[PlannedStep, Planned
         plan, reason = ranking.predict(each)
         sent = {"sent_bytes": sent_bytes_of_first_rank(job, plan.step)}
         plans.append(_plan_report(plan, cluster, reason) | sent)
-    note = _assumptions(steps, cluster, request.headroom)
+    note = assumptions(steps, cluster, request.headroom)
     if request.svg is not None:
         title = f"Layouts of {job.name} on {request.gpus} devices of {cluster.name}"
         write_file_atomically(request.svg, comparison_picture(plans, title=title, note=note).encode())
@@ -180,22 +181,6 @@ def _time_error(step: PlannedStep, cluster: PlannedCluster) -> float | None:
 def _equal_within(error: float | None) -> float:
     """Layouts of one model differ by less than models do: the expected error counts up to a limit."""
     return min(_MOST_TOLERANCE, _MOST_TOLERANCE if error is None else error)
-
-
-def stack_on(cluster: PlannedCluster, name: str | None, job: Job) -> str:
-    """The framework of this name for the devices of a cluster; without a name it is motet, which compiles the blocks of
-    a job on GPUs, or does not."""
-    if cluster.is_processor:
-        check_input(
-            name != "motet-compiled", f"--stack {name!r} is motet on GPUs, not on {cluster.device.name}; leave it out"
-        )
-        return "motet-cpu" if name in (None, "motet") else name
-    check_input(
-        name != "motet-cpu", f"--stack {name!r} is motet on processors, not on {cluster.device.name}; leave it out"
-    )
-    reason = reason_against_compiled_plan(job)
-    check_input(name != "motet-compiled" or reason is None, f"--stack {name!r} does not go with {reason}; leave it out")
-    return name or ("motet-compiled" if reason is None else "motet")
 
 
 def planned_model(job: Job, file: Path | None) -> PlannedModel:
@@ -405,47 +390,6 @@ def _cost_line(plan: dict[str, Any], tokens: str | None, cluster: PlannedCluster
         costs.append(f"{plan['usd']:,.0f} USD at {price.value:g} for each GPU-hour ({price.origin})")
     duration = f"{plan['days']:,.1f} days" if plan["days"] >= _LONG_DAYS else format_duration(plan["days"] * 86400)
     return f"{tokens} tokens take {duration} with the first: {', '.join(costs)}"
-
-
-def rates_note(step: PlannedStep, cluster: PlannedCluster) -> str:
-    """A sentence on the rates of motet's kernels that nobody has measured on the devices of a cluster, or nothing."""
-    if cluster.measured is None or step.matmul in cluster.measured.products:
-        return step.block_stack.assumption(cluster.measured is not None)
-    note = step.block_stack.assumption(has_measured_rates=False)
-    return f"{note} It has none for products in {step.matmul}." if note else ""
-
-
-def _assumptions(steps: Sequence[PlannedStep], cluster: PlannedCluster, headroom: str) -> str:
-    step, rows = steps[0], defaultdict[str, list[str]](list)
-    for number, each in enumerate(steps, 1):
-        rows[each.block_stack.name].append(str(number))
-    names = [f"{name!r} (layouts {', '.join(places)})" for name, places in rows.items()]
-    names = names if len(rows) > 1 else [repr(name) for name in rows]
-    experts = ", experts that all get equally many tokens" if step.spec.expert_count else ""
-    notes = filter(None, (rates_note(each, cluster) for each in steps))
-    return (
-        f"Predicted, not measured, for {cluster.device.name} with {format_bytes(cluster.device.usable_bytes)} that a "
-        f"process can use ({headroom} of it stay free), {cluster.devices_per_host} on a host, the framework "
-        f"{' or '.join(names)}, products in "
-        f"{step.matmul}{experts}, and no slow or failed device. Model FLOPs count causal attention half and leave "
-        "recomputation out; `±` is the 90th percentile of the errors of published steps on such devices to which the "
-        "planner was not fitted. `motet plan validate` predicts published steps."
-        + (f" {note}" if (note := next(notes, "")) else "")
-    )
-
-
-def _host_assumptions(cluster: PlannedCluster) -> str:
-    """The figures of a host, with their origin."""
-    host = cluster.host
-    assert host is not None
-    figures = [
-        f"{format_bytes(host.memory_bytes.value)} of memory ({host.memory_bytes.origin})",
-        f"a link of {host.link_Bps.value / 1e9:g} GB/s to each device ({host.link_Bps.origin})",
-        f"{host.cores} cores that update {host.update_Bps.value / 1e9:g} GB/s of states ({host.update_Bps.origin})",
-    ]
-    if (disk := host.scratch_Bps) is not None:
-        figures.append(f"a disk of {disk.value / 1e9:g} GB/s ({disk.origin})")
-    return f"A host has {', '.join(figures)}; no published step has checked these times."
 
 
 def _rejected_lines(outcome: Ranking, *, shows_all: bool) -> Iterator[str]:

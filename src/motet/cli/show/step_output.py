@@ -11,7 +11,8 @@ from pathlib import Path
 
 from motet.cli.job_arguments import load_job_or_config
 from motet.cli.output import OutputLine, check_writable, print_lines, table_lines, write_output_file
-from motet.cli.plan.plan_report import planned_model, rates_note, stack_on
+from motet.cli.plan.plan_assumptions import rates_note, stack_on
+from motet.cli.plan.plan_report import planned_model
 from motet.core.errors import check_input
 from motet.core.svg import MARGIN, PAGE_WIDTH, Scale, grid, labelled_box, round_ticks, svg_page, text
 from motet.core.units import format_seconds
