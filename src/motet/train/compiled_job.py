@@ -9,8 +9,8 @@ from motet.models.layout_invariant_dropout import has_dropout
 from motet.train.config_rules import (
     COMPARES_IN_FLOAT64,
     DRAWS_MASKS,
+    environment_against_compiling,
     reason_against_compiling,
-    variable_against_compiling,
 )
 from motet.train.job import Job
 
@@ -24,8 +24,7 @@ def compile_blocks_of_job(module: nn.Module, job: Job, device: torch.device) -> 
     layers = (name for name, part in module.named_modules() if not [*part.children()] and has_dropout(part))
     if reason is None and (layer := next(layers, None)) is not None:
         reason = f"the model has layers of dropout, such as {layer!r}: {DRAWS_MASKS}"
-    if reason is None and (variable := variable_against_compiling()) is not None:
-        reason = f"the variable {variable} = 1 switches torch.compile off"
+    reason = reason or environment_against_compiling()
     if reason is None:
         return compile_blocks(module, falls_back=choice == "auto")
     check_input(

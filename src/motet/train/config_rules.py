@@ -219,10 +219,11 @@ def reason_against_compiling(sections: Mapping[str, object], *, without: Iterabl
     return conflict_with("compiled blocks", tree)
 
 
-def variable_against_compiling() -> str | None:
-    """The variable of torch that switches its compiler off; None where none does."""
+def environment_against_compiling() -> str | None:
+    """The variable of torch that switches its compiler off, in a sentence; None where none does."""
     names = "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"
-    return next((name for name in names if os.environ.get(name) == "1"), None)  # noqa: TID251  (variables of torch)
+    name = next((name for name in names if os.environ.get(name) == "1"), None)  # noqa: TID251  (variables of torch)
+    return name and f"the variable {name} = 1 switches torch.compile off"
 
 
 def _format_value(value: object) -> str:

@@ -37,8 +37,8 @@ from motet.precision.attention_kernels import attention_problem
 from motet.train.config_rules import (
     COMPARES_IN_FLOAT64,
     check_compositions,
+    environment_against_compiling,
     reason_against_compiling,
-    variable_against_compiling,
 )
 from motet.train.job import Job, batch_shape
 from motet.train.job_step_plan import predicted_stages, step_plan_of_job
@@ -286,12 +286,8 @@ def check_compiler(job: Job) -> None:
     )
     if job.run.compile != "blocks" or reason is not None:
         return
-    variable = variable_against_compiling()
-    check_input(
-        variable is None,
-        f"run.compile = 'blocks': the variable {variable} = 1 switches torch.compile off; unset it, or set "
-        "run.compile=off",
-    )
+    problem = environment_against_compiling()
+    check_input(problem is None, f"run.compile = 'blocks': {problem}; unset it, or set run.compile=off")
     name = os.environ.get("CXX", "g++")  # noqa: TID251  (the convention of compilers, which torch follows)
     check_input(
         _may_have_gpus(job) or shutil.which(name),
